@@ -1,13 +1,13 @@
 """Train the embedded model: `python examples/train_tiny.py OUT`. Takes about ten minutes on one core.
 
-The result is a folder in LLaDA's official format. The same seed on the same machine gives the same bytes, which is why
-a single thread is used.
+The result is a folder in LLaDA's official format. The same seed on the same machine gives the same bytes,
+which is why a single thread is used.
 
-The first phase is plain masked diffusion: each answer is masked at a random ratio, and the model predicts what is
-masked. In the second phase every other step trains on what a block-wise KV cache shows the model: keys and values of
-everything outside the block stem from the block's start, when the block was still fully masked. Without it the model
-learns to use the prompt's positions as working memory for the current state of the answer, and such a memory is stale
-under any cache.
+The first phase is plain masked diffusion: each answer is masked at a random ratio, and the model predicts
+what is masked. In the second phase every other step trains on what a block-wise KV cache shows the model:
+keys and values of everything outside the block stem from the block's start, when the block was still fully
+masked. Without it the model learns to use the prompt's positions as working memory for the current state of
+the answer, and such a memory is stale under any cache.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlmkern.models import LLaDAConfig, LLaDAModelLM, chains4
-from dlmkern.models.llada import attention
+from dlmkern.models.llada import LLaDABlock, attention
 
 BATCH = 64
-FIELDS = {
+FIELDS: dict[str, Any] = {
     "d_model": 64,
     "n_heads": 4,
     "n_kv_heads": 4,
@@ -91,7 +92,7 @@ def plain_loss(model: LLaDAModelLM, generator: torch.Generator) -> Tensor:
 
 
 def random_block(generator: torch.Generator) -> tuple[int, int]:
-    """Where a block of the answer starts and stops: half of the time a block of a fixed grid, else any block."""
+    """Where a block of the answer starts and stops: half of the time one of a fixed grid, else any block."""
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -126,6 +127,7 @@ def cached_loss(model: LLaDAModelLM, generator: torch.Generator) -> Tensor:
     stale = transformer.wte(at_start)
     x = transformer.wte(now[:, first:last])
     for block in transformer.blocks:
+        assert isinstance(block, LLaDABlock)
         stale_q, stale_k, stale_v = block.qkv(stale, rope)
         q, k, v = block.qkv(x, fresh_rope)
         k = torch.cat((stale_k[:, :, :first], k, stale_k[:, :, last:]), dim=2)
@@ -163,8 +165,12 @@ def save(model: LLaDAModelLM, folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Train the embedded model of dlmkern.")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--steps", type=int, default=2400, help="steps of the first phase (default: %(default)s)")
-    parser.add_argument("--cache-steps", type=int, default=1200, help="of the second phase (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=2400, help="steps of the first phase (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cache-steps", type=int, default=1200, help="of the second phase (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
 

@@ -1,4 +1,7 @@
-"""Models that read the official checkpoints. Importing this package registers them with transformers' Auto classes."""
+"""Models that read the official checkpoints.
+
+Importing this package registers them with transformers' Auto classes.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 

@@ -1,11 +1,13 @@
 """The task of the embedded model: four independent chains with clues.
 
-A chain has five hidden digits X1..X5 and four links Y1..Y4, all in {0, 1, 2}, with `Y_i = (X_i + X_{i+1}) mod 3` (the
-Markov random field of the DAPD paper, arXiv:2603.12996). It is written `X1 Y1 X2 Y2 X3 Y3 X4 Y4 X5 SEP`.
+A chain has five digits X1..X5 and four links Y1..Y4, all in {0, 1, 2}, with `Y_i = (X_i + X_{i+1}) mod 3`
+(the Markov random field of the DAPD paper, arXiv:2603.12996). It is written
+`X1 Y1 X2 Y2 X3 Y3 X4 Y4 X5 SEP`.
 
-A prompt is BOS and four chains in which each digit is hidden behind the letter X or Y, or shown as a clue with
-probability 1/4. The answer is the four chains with all digits. Usually many answers are right. The chains are
-independent, which rewards decoding in parallel; the digits inside a chain are not, which punishes it.
+A prompt is BOS and four chains in which each digit is shown as a clue with probability 1/4 and otherwise
+hidden behind the letter X or Y. The answer is the four chains with all digits. Usually many answers are
+right. The chains are independent, which rewards decoding in parallel; the digits inside a chain are not,
+which punishes it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _SYMBOLS = {PAD: " ", BOS: "", MASK: "_", SEP: "|", X: "x", Y: "y"}
 
 
 def problems(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random prompts `[count, 41]` and, for each, the answer `[count, 40]` that its clues were taken from (int64)."""
+    """Random prompts `[count, 41]` and the answers `[count, 40]` that their clues were taken from (int64)."""
     x = torch.randint(3, (count, CHAINS, LINKS + 1), generator=generator)
     y = (x[..., :-1] + x[..., 1:]) % 3
     answers = torch.full((count, CHAINS, CHAIN_LENGTH), SEP)
@@ -41,7 +43,7 @@ def problems(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def held_out(prompts: Tensor) -> Tensor:
-    """Which prompts `[count, 41]` belong to the test set: one in eight, by a checksum. Training uses only the others."""
+    """Which of the prompts `[count, 41]` are for tests only: one in eight, by a checksum."""
     weights = torch.arange(1, PROMPT_LENGTH + 1)
     return (prompts * weights).sum(-1) % 8 == 0
 
@@ -67,7 +69,7 @@ def prompts(count: int, seed: int) -> Tensor:
 
 
 def valid(prompt: Tensor, answer: Tensor) -> bool:
-    """Whether an answer `[40]` fits its prompt `[41]`: separators in place, clues kept, every link the sum of its ends.
+    """Whether an answer `[40]` fits its prompt `[41]`: separators in place, clues kept, every link right.
 
     Raises:
         ValueError: a shape is not the one above.
@@ -89,5 +91,5 @@ def valid(prompt: Tensor, answer: Tensor) -> bool:
 
 
 def text(tokens: Tensor) -> str:
-    """A prompt or an answer, `[n]`, as text: `x` and `y` are hidden digits, `_` is a mask, `|` ends a chain."""
+    """A prompt or an answer `[n]` as text: `x` and `y` are hidden digits, `_` is a mask, `|` ends a chain."""
     return "".join(_SYMBOLS.get(token, str(token)) for token in tokens.tolist())

@@ -1,17 +1,18 @@
-"""LLaDA: a transformer with bidirectional attention that fills masked tokens (Nie et al., 2025, arXiv:2502.09992).
+"""LLaDA: a transformer with bidirectional attention that fills masked tokens (Nie et al., arXiv:2502.09992).
 
-The parameter names and `config.json` fields are those of the official checkpoints (LLaDA-8B, LLaDA-1.5), so these
-load without remote code, through `dlmkern.load_model` or through transformers' `AutoModel`.
+The parameter names and `config.json` fields are those of the official checkpoints (LLaDA-8B, LLaDA-1.5), so
+these load without remote code, through `dlmkern.load_model` or through transformers' `AutoModel`.
 
-The forward pass is built from a few small functions (`rotary_table`, `LLaDABlock.qkv`, `attention`,
-`LLaDABlock.finish`, `LLaDATransformer.head`): whoever keeps keys and values between forward passes, or wants the queries,
-walks over the blocks with them in place of `LLaDAModelLM.forward`.
+The forward pass is built from a few small functions (`LLaDATransformer.rope` and `head`, `LLaDABlock.qkv` and
+`finish`, `attention`). Whoever keeps keys and values between forward passes, or wants the queries, walks
+over the blocks with them as `LLaDAModelLM.forward` does.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +41,14 @@ _ONLY_SUPPORTED: dict[str, Any] = {
 class LLaDAConfig(PretrainedConfig):
     """Configuration of a LLaDA model; the defaults are those of LLaDA-8B.
 
-    Fields that do not matter for inference (`init_fn`, `precision`, `flash_attention`, ...) are kept and ignored.
+    Fields that do not matter for inference (`init_fn`, `precision`, `flash_attention`, ...) are kept
+    but have no effect.
 
     Args:
         d_model: width of the residual stream.
         n_heads: number of query heads; divides `d_model`.
-        n_kv_heads: number of key/value heads; divides `n_heads`. None: `n_heads`, or 1 with `multi_query_attention`.
+        n_kv_heads: number of key/value heads; divides `n_heads`. None: 1 if `multi_query_attention`, else
+            `n_heads`.
         n_layers: number of blocks.
         mlp_hidden_size: width of the SwiGLU layer. None: `mlp_ratio * d_model`.
         mlp_ratio: see `mlp_hidden_size`.
@@ -54,7 +57,8 @@ class LLaDAConfig(PretrainedConfig):
             The rows beyond `vocab_size` are padding, not tokens; the model still returns their logits.
         max_sequence_length: longest sequence the model accepts, in tokens.
         rope_theta: base of the rotary frequencies.
-        rope_full_precision: rotate queries and keys in float32 (float64 for a float64 model) whatever the model's dtype.
+        rope_full_precision: rotate queries and keys in float32 (float64 models: in float64), not in the
+            model's dtype.
         rms_norm_eps: epsilon of RMSNorm.
         include_bias: all linear layers have a bias.
         include_qkv_bias: the query, key and value projections have a bias.
@@ -71,7 +75,7 @@ class LLaDAConfig(PretrainedConfig):
     """
 
     model_type = "llada"
-    attribute_map = {
+    attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_attention_heads": "n_heads",
         "num_hidden_layers": "n_layers",
@@ -105,8 +109,10 @@ class LLaDAConfig(PretrainedConfig):
     ) -> None:
         for name, supported in _ONLY_SUPPORTED.items():
             if kwargs.get(name, supported) != supported:
-                raise ValueError(f"config field {name} = {kwargs[name]!r} is not supported (only {supported!r} is)")
-        super().__init__(**kwargs)
+                raise ValueError(
+                    f"config field {name} = {kwargs[name]!r} is not supported (only {supported!r} is)"
+                )
+        super().__init__(**(_ONLY_SUPPORTED | kwargs))
         self.d_model = d_model
         self.n_heads = n_heads
         self.n_layers = n_layers
@@ -130,6 +136,14 @@ class LLaDAConfig(PretrainedConfig):
         self.pad_token_id = pad_token_id
         self._check()
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `save_pretrained` writes: all fields of the architecture (official defaults differ)."""
+        everything = self.to_dict()
+        architecture = [*_ONLY_SUPPORTED, *inspect.signature(LLaDAConfig.__init__).parameters]
+        return super().to_diff_dict() | {
+            name: everything[name] for name in architecture if name in everything
+        }
+
     def _check(self) -> None:
         for name in (
             "d_model",
@@ -150,10 +164,12 @@ class LLaDAConfig(PretrainedConfig):
                 raise ValueError(f"config field {name} = {value!r} must be a positive number")
         if self.d_model % (2 * self.n_heads):
             raise ValueError(
-                f"config field d_model = {self.d_model} must be a multiple of 2 * n_heads = {2 * self.n_heads}"
+                f"config field d_model = {self.d_model} must be a multiple of twice n_heads = {self.n_heads}"
             )
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"config field n_kv_heads = {self.n_kv_heads} must divide n_heads = {self.n_heads}")
+            raise ValueError(
+                f"config field n_kv_heads = {self.n_kv_heads} must divide n_heads = {self.n_heads}"
+            )
         if self.multi_query_attention is not None:
             expected = 1 if self.multi_query_attention else self.n_heads
             if self.n_kv_heads != expected:
@@ -163,12 +179,14 @@ class LLaDAConfig(PretrainedConfig):
                 )
         if self.embedding_size < self.vocab_size:
             raise ValueError(
-                f"config field embedding_size = {self.embedding_size} must be at least vocab_size = {self.vocab_size}"
+                f"config field embedding_size = {self.embedding_size} is below vocab_size = {self.vocab_size}"
             )
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and 0 <= value < self.embedding_size):
-                raise ValueError(f"config field {name} = {value!r} must be a token id in [0, {self.embedding_size})")
+                raise ValueError(
+                    f"config field {name} = {value!r} must be a token id in [0, {self.embedding_size})"
+                )
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -177,7 +195,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension, computed in float32 (float64 for float64 input)."""
+    """Root-mean-square normalisation of the last dimension, in float32 (for float64 input, in float64)."""
 
     def __init__(self, size: int, eps: float, bias: bool) -> None:
         super().__init__()
@@ -211,7 +229,7 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dt
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply a `rotary_table` to queries or keys `[B, H, n, head_dim]`, in the table's dtype; keeps the dtype of `x`."""
+    """Turn queries or keys `[B, H, n, head_dim]` by a `rotary_table`; computed in the dtype of the table."""
     cos, sin = table
     y = x.to(cos.dtype)
     first, second = y.chunk(2, dim=-1)
@@ -257,7 +275,10 @@ class LLaDABlock(nn.Module):
         self.ff_out = nn.Linear(config.mlp_hidden_size, config.d_model, bias=config.include_bias)
 
     def qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, Hq, n, head_dim]` and keys `[B, Hkv, n, head_dim]`, both rotated, and values, from `x [B, n, d]`."""
+        """From `x [B, n, d]`: queries `[B, Hq, n, head_dim]`, keys and values `[B, Hkv, n, head_dim]`.
+
+        Queries and keys are rotated by `rope`.
+        """
         h = self.attn_norm(x)
         q, k, v = (
             proj(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -266,10 +287,11 @@ class LLaDABlock(nn.Module):
         return rotate(q, rope), rotate(k, rope), v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The block's output `[B, n, d]` from its input `x` and the heads' results `attended [B, Hq, n, head_dim]`."""
+        """The block's output `[B, n, d]` from its input `x` and what `attention` returned."""
         x = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
         h = self.ff_norm(x)
-        return x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
+        x = x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
+        return x
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], key_mask: Tensor | None) -> Tensor:
         q, k, v = self.qkv(x, rope)
@@ -290,7 +312,7 @@ class LLaDATransformer(nn.Module):
             self.ff_out = nn.Linear(config.d_model, config.embedding_size, bias=config.include_bias)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `rotary_table` of token positions `[n]` or `[B, 1, n]`, in the dtype in which this model rotates."""
+        """The `rotary_table` of positions `[n]` or `[B, 1, n]`, in the dtype of this model's rotations."""
         dtype = self.wte.weight.dtype
         config = self.config
         cos, sin = rotary_table(
@@ -334,9 +356,6 @@ class LLaDAModelLM(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.wte
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.transformer.wte = value
-
     @property
     def transformer(self) -> LLaDATransformer:
         """The part that holds all parameters."""
@@ -354,10 +373,10 @@ class LLaDAModelLM(PreTrainedModel):
     ) -> MaskedLMOutput:
         """Predict every token of every row from the whole row.
 
-        Rows of different lengths are left-aligned: row `b` is `input_ids[b, :lengths[b]]`, and what follows is
-        padding that no real position sees (the official implementation lets it be seen). Leave `lengths` out when all
-        rows are full: attention without a mask is faster. Tensors on an accelerator are never read on the host; on the
-        CPU their values are checked, and a mask that hides nothing is dropped.
+        Rows of different lengths are left-aligned: row `b` is `input_ids[b, :lengths[b]]`, and what follows
+        is padding that no real position sees (the official implementation lets it be seen). Leave `lengths`
+        out when all rows are full: attention without a mask is faster. Tensors on an accelerator are never
+        read on the host; on the CPU their values are checked, and a mask that hides nothing is dropped.
 
         Args:
             input_ids: token ids, int64 `[B, L]`, `L <= max_sequence_length`.
@@ -366,14 +385,14 @@ class LLaDAModelLM(PreTrainedModel):
             positions: int64 `[B, n]`, the positions whose logits are wanted. None: all of them, in order.
 
         Returns:
-            `logits [B, n, embedding_size]` in the model's dtype, padded vocabulary rows included. Those of padding
-            positions mean nothing.
+            `logits [B, n, embedding_size]` in the model's dtype, padded vocabulary rows included. Those at
+            padding positions mean nothing.
 
         Raises:
             TypeError: an argument is not a tensor of the dtype above.
             ValueError: a shape does not fit, the sequence is too long, or a value on the CPU is out of range.
         """
-        _check_ids("input_ids", input_ids, None, 0, self.config.embedding_size)
+        _check_ids("input_ids", input_ids, (None, None), 0, self.config.embedding_size)
         batch, length = input_ids.shape
         if length > self.config.max_sequence_length:
             raise ValueError(
@@ -397,12 +416,13 @@ def _readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _check_ids(name: str, x: Tensor, shape: tuple[int | None, ...] | None, low: int, stop: int) -> None:
-    """Check an int64 tensor's dtype and shape (None: any size; shape None: any `[B, L]`) and, on the CPU, its range."""
+def _check_ids(name: str, x: Tensor, shape: tuple[int | None, ...], low: int, stop: int) -> None:
+    """Check an int64 tensor: its dtype, its shape (None stands for any size) and, on the CPU, its range."""
     if not isinstance(x, Tensor) or x.dtype != torch.int64:
         raise TypeError(f"{name} must be an int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-    shape = shape or (None, None)
-    if x.dim() != len(shape) or any(want not in (None, got) for want, got in zip(shape, x.shape, strict=True)):
+    if x.dim() != len(shape) or any(
+        want not in (None, got) for want, got in zip(shape, x.shape, strict=True)
+    ):
         expected = ", ".join("*" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape [{expected}], got {list(x.shape)}")
     if _readable(x) and x.numel() and (x.min() < low or x.max() >= stop):

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from dlmkern.models.llada import LLaDAModelLM
+from dlmkern.models.llada import LLaDAConfig, LLaDAModelLM
 
-MODELS: dict[str, type[PreTrainedModel]] = {"llada": LLaDAModelLM}
+MODELS = {"llada": LLaDAModelLM}
 
 _DTYPES = {
     "float32": torch.float32,
@@ -29,23 +29,24 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model for inference.
 
-    Nothing is guessed: every tensor of the model must be in the files, under its name and in its shape, and nothing
-    else. Tensors are converted one at a time, the largest first, so that no second copy of the weights exists.
+    Nothing is guessed: every tensor of the model must be in the files, under its name and in its shape, and
+    nothing else. Tensors are read one at a time, the largest first, so no second copy of the weights ever
+    exists.
 
     Args:
-        folder: folder with `config.json` and either `model.safetensors` or `model.safetensors.index.json` and the
-            shards it names.
+        folder: folder with `config.json` and either `model.safetensors` or `model.safetensors.index.json` and
+            the shards it names.
         dtype: "float32", "bfloat16", "float16", "float64", or that torch.dtype.
         device: where the weights go.
 
     Returns:
-        The model in evaluation mode. `model(input_ids).logits` are its raw logits; `model.config` has `mask_token_id`,
-        `eos_token_id`, `vocab_size` and `max_sequence_length`.
+        The model in evaluation mode. `model(input_ids).logits` are its raw logits; `model.config` has
+        `mask_token_id`, `eos_token_id`, `vocab_size` and `max_sequence_length`.
 
     Raises:
         FileNotFoundError: the folder, `config.json`, the weights or a shard do not exist.
-        ValueError: unknown model type, dtype or device; a config field is missing or not supported; a file is damaged;
-            a tensor is missing, unexpected, or of the wrong shape or dtype. The message names it.
+        ValueError: unknown model type, dtype or device; a config field is missing or not supported; a file is
+            damaged; a tensor is missing, unexpected, or of the wrong shape or dtype. The message names it.
     """
     target_dtype = _dtype(dtype)
     target_device = _device(device)
@@ -65,7 +66,8 @@ def load_model(
             tensors[name] = torch.empty(shapes[name], dtype=target_dtype, device=target_device)
             tensors[name].copy_(file.get_tensor(name))
     model.load_state_dict(tensors, assign=True)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
@@ -107,7 +109,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _config(folder: Path) -> tuple[type[PreTrainedModel], Any]:
+def _config(folder: Path) -> tuple[type[LLaDAModelLM], LLaDAConfig]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
@@ -164,14 +166,15 @@ def _check_weights(folder: Path, shapes: dict[str, list[int]], files: dict[str, 
         raise ValueError(f"{folder}: unexpected tensors: {_list(unexpected)}")
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in sorted(shapes.keys() & file.keys()):
                 stored = file.get_slice(name)
                 if stored.get_shape() != shapes[name]:
-                    raise ValueError(f"{path}: {name} has shape {stored.get_shape()}, expected {shapes[name]}")
-                if stored.get_dtype() not in _STORED_DTYPES:
                     raise ValueError(
-                        f"{path}: {name} has dtype {stored.get_dtype()}, expected one of {', '.join(_STORED_DTYPES)}"
+                        f"{path}: {name} has shape {stored.get_shape()}, expected {shapes[name]}"
                     )
+                if stored.get_dtype() not in _STORED_DTYPES:
+                    expected = ", ".join(_STORED_DTYPES)
+                    raise ValueError(f"{path}: {name} has dtype {stored.get_dtype()}, not one of {expected}")
 
 
 def _list(names: set[str]) -> str:
