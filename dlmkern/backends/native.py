@@ -1,0 +1,255 @@
+"""Calls the compiled kernels: allocates outputs and hands raw pointers, sizes and strides to the C API.
+
+One class serves both libraries of kernels; they differ in their prefix and in the stream and scratch memory that the
+CUDA functions take.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+DTYPE_CODE = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int64: 4,
+    torch.bool: 5,
+}
+ALIGNMENT = 256  # of the scratch memory, in bytes
+
+
+def view(tensor: Tensor) -> View:
+    return tensor.data_ptr(), DTYPE_CODE[tensor.dtype], tensor.shape, tensor.stride()
+
+
+def optional_view(tensor: Tensor | None) -> View | None:
+    return None if tensor is None else view(tensor)
+
+
+class Kernels:
+    """The ops of one compiled library; every method takes the arguments of the torch op of its name."""
+
+    def __init__(self, module: ModuleType, prefix: str) -> None:
+        self.module = module
+        self.prefix = prefix
+
+    def call(self, op: str, tensor: Tensor, sizes: tuple[int, ...] | None, *args: Any) -> None:
+        """Runs the kernel on the device of `tensor`; `sizes` determine its scratch memory, None if it takes none."""
+        getattr(self.module, self.prefix + op)(*args)
+
+    def token_stats(
+        self,
+        logits: Tensor,
+        prev_logits: Tensor | None,
+        prev_rows: Tensor | None,
+        banned_token: int,
+        out_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        rows = logits.shape[:2]
+        token = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        confidence = torch.empty(rows, dtype=out_dtype, device=logits.device)
+        logsumexp = torch.empty(rows, dtype=out_dtype, device=logits.device)
+        entropy = torch.empty(rows, dtype=out_dtype, device=logits.device)
+        kl = torch.empty(0 if prev_logits is None else rows, dtype=out_dtype, device=logits.device)
+        self.call(
+            "token_stats",
+            logits,
+            tuple(logits.shape),
+            view(logits),
+            optional_view(prev_logits),
+            optional_view(prev_rows),
+            banned_token,
+            view(token),
+            view(confidence),
+            view(logsumexp),
+            view(entropy),
+            None if prev_logits is None else view(kl),
+        )
+        return token, confidence, logsumexp, entropy, kl
+
+    def conflict_matrix(self, logits: Tensor, token: Tensor, logsumexp: Tensor) -> Tensor:
+        batch, n, _ = logits.shape
+        conflict = torch.empty((batch, n, n), dtype=torch.float32, device=logits.device)
+        self.call(
+            "conflict_matrix",
+            logits,
+            tuple(logits.shape),
+            view(logits),
+            view(token),
+            view(logsumexp),
+            view(conflict),
+        )
+        return conflict
+
+    def independent_set(
+        self, conflict: Tensor, priority: Tensor, eligible: Tensor | None, preselected: Tensor | None
+    ) -> Tensor:
+        batch, n = priority.shape
+        selected = torch.empty((batch, n), dtype=torch.bool, device=priority.device)
+        self.call(
+            "independent_set",
+            priority,
+            (batch, n, 1),
+            view(conflict),
+            view(priority),
+            optional_view(eligible),
+            optional_view(preselected),
+            view(selected),
+        )
+        return selected
+
+    def cap_select(
+        self,
+        input: Tensor,
+        token: Tensor,
+        logsumexp: Tensor | None,
+        mask: Tensor | None,
+        tau_low: Tensor,
+        tau_high: Tensor,
+        gamma: Tensor,
+        strict: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows = input.shape[:2]
+        selected = torch.empty(rows, dtype=torch.bool, device=input.device)
+        confidence = torch.empty(rows, dtype=torch.float64, device=input.device)
+        self.call(
+            "cap_select",
+            input,
+            tuple(input.shape),
+            view(input),
+            view(token),
+            optional_view(logsumexp),
+            optional_view(mask),
+            view(tau_low),
+            view(tau_high),
+            view(gamma),
+            strict,
+            view(selected),
+            view(confidence),
+        )
+        return selected, confidence
+
+    def topk_snapshot(self, logits: Tensor, k: int, banned_token: int) -> tuple[Tensor, Tensor, Tensor]:
+        batch, n, _ = logits.shape
+        ids = torch.empty((batch, n, k), dtype=torch.int64, device=logits.device)
+        logp = torch.empty((batch, n, k), dtype=torch.float64, device=logits.device)
+        floor = torch.empty((batch, n), dtype=torch.float64, device=logits.device)
+        self.call(
+            "topk_snapshot",
+            logits,
+            tuple(logits.shape),
+            view(logits),
+            banned_token,
+            view(ids),
+            view(logp),
+            view(floor),
+        )
+        return ids, logp, floor
+
+    def topk_kl(
+        self, ids: Tensor, logp: Tensor, prev_ids: Tensor, prev_logp: Tensor, prev_floor: Tensor
+    ) -> Tensor:
+        kl = torch.empty(ids.shape[:2], dtype=torch.float64, device=ids.device)
+        self.call(
+            "topk_kl",
+            ids,
+            None,
+            view(ids),
+            view(logp),
+            view(prev_ids),
+            view(prev_logp),
+            view(prev_floor),
+            view(kl),
+        )
+        return kl
+
+    def depga_block(
+        self,
+        kl: Tensor,
+        entropy: Tensor,
+        remaining: Tensor,
+        lam: Tensor,
+        l_min: Tensor,
+        l_max: Tensor,
+        reflect: bool,
+    ) -> Tensor:
+        length = torch.empty(kl.shape[:1], dtype=torch.int64, device=kl.device)
+        self.call(
+            "depga_block",
+            kl,
+            tuple(kl.shape),
+            view(kl),
+            view(entropy),
+            view(remaining),
+            view(lam),
+            view(l_min),
+            view(l_max),
+            reflect,
+            view(length),
+        )
+        return length
+
+
+class CudaKernels(Kernels):
+    def call(self, op: str, tensor: Tensor, sizes: tuple[int, ...] | None, *args: Any) -> None:
+        if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+            with torch.cuda.device(tensor.device):
+                self.launch(op, tensor, sizes, *args)
+        else:
+            self.launch(op, tensor, sizes, *args)
+
+    def launch(self, op: str, tensor: Tensor, sizes: tuple[int, ...] | None, *args: Any) -> None:
+        stream = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
+        function: Callable[..., None] = getattr(self.module, self.prefix + op)
+        if sizes is None:
+            function(*args, stream)
+            return
+        size = getattr(self.module, f"{self.prefix}{op}_workspace")(*sizes)
+        workspace = torch.empty(size + ALIGNMENT if size else 0, dtype=torch.uint8, device=tensor.device)
+        aligned = -(-workspace.data_ptr() // ALIGNMENT) * ALIGNMENT
+        function(*args, aligned, size, stream)
+
+
+def load(backend: str, op: str, device: str) -> Callable[..., Any]:
+    """The compiled kernel of `op` for tensors on `device`; ImportError says why there is none."""
+    emulated = os.environ.get("DLMKERN_EMULATED_MODULE")
+    if backend == "cuda" and device == "cpu" and emulated:
+        kernels: Kernels = CudaKernels(_emulated(emulated), "cuda_")
+    elif device != backend:
+        raise ImportError(f"the tensors are on {device!r}")
+    elif backend == "cpu":
+        kernels = Kernels(_compiled(), "cpu_")
+    else:
+        kernels = CudaKernels(_compiled(), "cuda_")
+        if not kernels.module.has_cuda():
+            raise ImportError("this build of dlmkern has no CUDA kernels")
+    if not hasattr(kernels.module, kernels.prefix + op):
+        raise ImportError("it has no such kernel")
+    return getattr(kernels, op)  # type: ignore[no-any-return]
+
+
+def _compiled() -> ModuleType:
+    return importlib.import_module("dlmkern._C")
+
+
+def _emulated(path: str) -> ModuleType:
+    """The CUDA kernels compiled for the host, which tests use on machines without a GPU."""
+    name = "dlmkern_emulated"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"DLMKERN_EMULATED_MODULE={path} is not an extension module")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]

@@ -1,0 +1,27 @@
+"""The public ops: documentation, checks and registration with torch; the work is done by a backend.
+
+Every op takes ``[n, V]`` or batched ``[B, n, V]`` input as torch tensors, NumPy arrays or anything else with ``__dlpack__``, and
+answers in kind. The rows of a batch never influence each other.
+"""
+
+from dlmkern.ops.cap_select import CapSelection, cap_select
+from dlmkern.ops.conflict_matrix import conflict_matrix
+from dlmkern.ops.depga_block import depga_block
+from dlmkern.ops.independent_set import independent_set
+from dlmkern.ops.token_stats import TokenStats, kl_entropy, token_stats
+from dlmkern.ops.topk_kl import topk_kl
+from dlmkern.ops.topk_snapshot import TopKSnapshot, topk_snapshot
+
+__all__ = [
+    "CapSelection",
+    "TokenStats",
+    "TopKSnapshot",
+    "cap_select",
+    "conflict_matrix",
+    "depga_block",
+    "independent_set",
+    "kl_entropy",
+    "token_stats",
+    "topk_kl",
+    "topk_snapshot",
+]

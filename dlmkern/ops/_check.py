@@ -1,0 +1,113 @@
+"""Checks of what callers pass in. Every error names the argument, what came and what was expected."""
+
+from numbers import Integral, Real
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Number: TypeAlias = float | Tensor
+Dtypes: TypeAlias = tuple[torch.dtype, ...]
+
+FLOATS: Dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+STATISTICS: Dtypes = (torch.float64, torch.float32)
+INTEGERS: Dtypes = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+BOOL: Dtypes = (torch.bool,)
+
+
+def tensor(name: str, x: Tensor, dtypes: Dtypes) -> Tensor:
+    """`x`, cut off from autograd, if it is a dense tensor of one of `dtypes`."""
+    if x.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected dtype {expected}, got {str(x.dtype).removeprefix('torch.')}")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}")
+    if x.requires_grad:
+        x = x.detach()
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def vocabulary_rows(name: str, x: Tensor) -> Tensor:
+    """Logits or probabilities as ``[B, n, V]``; ``[n, V]`` becomes ``[1, n, V]``."""
+    x = tensor(name, x, FLOATS)
+    if x.ndim not in (2, 3):
+        raise ValueError(f"{name}: expected shape [n, V] or [B, n, V], got {list(x.shape)}")
+    if x.shape[-1] == 0:
+        raise ValueError(f"{name}: expected at least one token in the vocabulary, got shape {list(x.shape)}")
+    return x.unsqueeze(0) if x.ndim == 2 else x
+
+
+def companion(
+    name: str, x: Tensor, leader_name: str, leader: Tensor, shape: tuple[int, ...], dtypes: Dtypes
+) -> Tensor:
+    """`x`, which must have the device of `leader` and `shape`, or ``shape[1:]`` where `leader` came without B."""
+    x = tensor(name, x, dtypes)
+    same_device(name, x, leader_name, leader)
+    if x.shape != shape:
+        raise ValueError(
+            f"{name}: expected shape {list(shape)} to go with {leader_name}, got {list(x.shape)}"
+        )
+    return x
+
+
+def same_device(name: str, x: Tensor, leader_name: str, leader: Tensor) -> None:
+    if x.device != leader.device:
+        raise ValueError(f"{name}: expected device {leader.device} like {leader_name}, got {x.device}")
+
+
+def banned_token(value: int | None, vocabulary: int) -> int:
+    """The banned token as the torch ops take it: -1 for none."""
+    if value is None:
+        return -1
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"banned_token: expected an int or None, got {type(value).__name__}")
+    if not 0 <= value < vocabulary:
+        raise ValueError(f"banned_token: expected an id in [0, {vocabulary}), got {value}")
+    return int(value)
+
+
+def per_row(name: str, value: Number, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number, or a tensor of one number a row, as a tensor ``[B]`` of `dtype` on `device`."""
+    if isinstance(value, Tensor):
+        kinds = INTEGERS if dtype == torch.int64 else FLOATS + INTEGERS
+        x = tensor(name, value, kinds)
+        if x.device != device:
+            raise ValueError(f"{name}: expected device {device}, got {x.device}")
+        if x.shape not in ((), (batch,)):
+            raise ValueError(f"{name}: expected a number or shape [{batch}], got {list(x.shape)}")
+        return x.to(dtype).expand(batch)
+    kind = Integral if dtype == torch.int64 else Real
+    if not isinstance(value, kind) or isinstance(value, bool):
+        expected = "an int" if dtype == torch.int64 else "a float"
+        raise TypeError(f"{name}: expected {expected} or a tensor, got {type(value).__name__}")
+    return torch.full((batch,), value, dtype=dtype, device=device)
+
+
+def host_values(value: Number) -> list[float] | None:
+    """The numbers in `value` if they can be read without waiting for a device, else None."""
+    if not isinstance(value, Tensor):
+        return [value]
+    if torch.compiler.is_compiling() or type(value) is not Tensor or value.device.type != "cpu":
+        return None
+    numbers: list[float] = value.reshape(-1).tolist()
+    return numbers
+
+
+def in_range(name: str, value: Number, low: float, high: float, expected: str) -> None:
+    """Refuses numbers outside [low, high], NaN included, where they can be read without waiting for a device."""
+    for number in host_values(value) or ():
+        if not low <= number <= high:
+            raise ValueError(f"{name}: expected {expected}, got {number}")
+
+
+def in_order(low_name: str, low: Number, high_name: str, high: Number) -> None:
+    """Refuses ``low > high`` in any row, where both can be read without waiting for a device."""
+    lows, highs = host_values(low), host_values(high)
+    if lows is None or highs is None:
+        return
+    rows = max(len(lows), len(highs))
+    for a, b in zip(lows * (rows // len(lows)), highs * (rows // len(highs)), strict=True):
+        if a > b:
+            raise ValueError(
+                f"{low_name}: expected at most {high_name}, got {low_name}={a} > {high_name}={b}"
+            )

@@ -1,0 +1,23 @@
+"""The definition of every op in plain torch: what the faster backends must equal, and what runs where none of them does.
+
+Written to be read next to the papers. Every function runs on any device, reads no value back to the host and takes the
+arguments of the ``torch.ops.dlmkern`` op of its name.
+"""
+
+from dlmkern.reference.cap_select import cap_select
+from dlmkern.reference.conflict_matrix import conflict_matrix
+from dlmkern.reference.depga_block import depga_block
+from dlmkern.reference.independent_set import independent_set
+from dlmkern.reference.token_stats import token_stats
+from dlmkern.reference.topk_kl import topk_kl
+from dlmkern.reference.topk_snapshot import topk_snapshot
+
+__all__ = [
+    "cap_select",
+    "conflict_matrix",
+    "depga_block",
+    "independent_set",
+    "token_stats",
+    "topk_kl",
+    "topk_snapshot",
+]
