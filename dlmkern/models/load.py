@@ -115,7 +115,7 @@ def _config(folder: Path) -> tuple[type[LLaDAModelLM], LLaDAConfig]:
         raise FileNotFoundError(f"{folder} has no config.json")
     fields = _read_json(path)
     model_type = fields.get("model_type")
-    if model_type not in MODELS:
+    if not isinstance(model_type, str) or model_type not in MODELS:
         raise ValueError(f"{path}: unknown model_type {model_type!r}, known: {', '.join(MODELS)}")
     if fields.get("mask_token_id") is None:
         raise ValueError(f"{path}: field mask_token_id is missing")

@@ -70,19 +70,17 @@ def random_weights(fields: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def write_checkpoint(folder: Path, fields: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(fields))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """Write a random checkpoint; keyword arguments replace fields of its config."""
+    """Write a random checkpoint, weights in dtype `stored`; other keywords replace fields of its config."""
 
-    def write(**changes: Any) -> Path:
+    def write(name: str = "checkpoint", stored: torch.dtype = torch.float32, **changes: Any) -> Path:
         fields = FIELDS | changes
-        return write_checkpoint(tmp_path / "checkpoint", fields, random_weights(fields))
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(fields))
+        weights = {name: value.to(stored) for name, value in random_weights(fields).items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
 
     return write
