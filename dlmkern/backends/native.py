@@ -1,7 +1,7 @@
 """Calls the compiled kernels: allocates outputs and hands raw pointers, sizes and strides to the C API.
 
-One class serves both libraries of kernels; they differ in their prefix and in the stream and scratch memory that the
-CUDA functions take.
+One class serves both libraries of kernels; they differ in their prefix and in the stream and scratch memory
+that the CUDA functions take.
 """
 
 import importlib
@@ -44,7 +44,7 @@ class Kernels:
         self.prefix = prefix
 
     def call(self, op: str, tensor: Tensor, sizes: tuple[int, ...] | None, *args: Any) -> None:
-        """Runs the kernel on the device of `tensor`; `sizes` determine its scratch memory, None if it takes none."""
+        """Runs the kernel on the device of `tensor`; its scratch memory depends on `sizes`, None for none."""
         getattr(self.module, self.prefix + op)(*args)
 
     def token_stats(
@@ -110,7 +110,7 @@ class Kernels:
 
     def cap_select(
         self,
-        input: Tensor,
+        input: Tensor,  # noqa: A002
         token: Tensor,
         logsumexp: Tensor | None,
         mask: Tensor | None,

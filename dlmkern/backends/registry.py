@@ -34,18 +34,18 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-_choice = ContextVar(
-    "dlmkern_backend", default=_checked(os.environ.get("DLMKERN_BACKEND", "auto"), "DLMKERN_BACKEND")
-)
+DEFAULT = _checked(os.environ.get("DLMKERN_BACKEND", "auto"), "DLMKERN_BACKEND")
+_choice = ContextVar("dlmkern_backend", default=DEFAULT)
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the block, in this thread or task, every op runs on the backend `name`.
 
-    `name` is ``"reference"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"auto"``. ``"auto"``, the default, takes the fastest
-    backend that serves the op, device and dtype; one that is named and cannot serve them raises
-    BackendUnavailableError. The environment variable DLMKERN_BACKEND, read when dlmkern is imported, sets the default.
+    `name` is ``"reference"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"auto"``. ``"auto"``, the default,
+    takes the fastest backend that serves the op, device and dtype; one that is named and cannot serve them
+    raises BackendUnavailableError. The environment variable DLMKERN_BACKEND, read when dlmkern is imported,
+    sets the default.
     """
     token = _choice.set(_checked(name, "use_backend"))
     try:
@@ -112,7 +112,7 @@ def _triton_function(
 
 
 def table() -> dict[str, dict[str, str]]:
-    """``table()[op][backend]`` is ``"yes"`` or the reason why not, on the device that the backend is made for."""
+    """``table()[op][backend]`` is ``"yes"`` or why not, on the device that the backend is made for."""
     home = {"reference": "cpu", "cpu": "cpu", "cuda": "cuda", "triton": "cuda"}
     return {
         op: {backend: _why_not(backend, op, home[backend]) or "yes" for backend in BACKENDS} for op in OPS

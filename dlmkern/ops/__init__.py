@@ -1,7 +1,7 @@
 """The public ops: documentation, checks and registration with torch; the work is done by a backend.
 
-Every op takes ``[n, V]`` or batched ``[B, n, V]`` input as torch tensors, NumPy arrays or anything else with ``__dlpack__``, and
-answers in kind. The rows of a batch never influence each other.
+Every op takes ``[n, V]`` or batched ``[B, n, V]`` input as torch tensors, NumPy arrays or anything else with
+``__dlpack__``, and answers in kind. The rows of a batch never influence each other.
 """
 
 from dlmkern.ops.cap_select import CapSelection, cap_select

@@ -1,9 +1,27 @@
-"""NumPy arrays and whatever else has ``__dlpack__``: into tensors on the way in, back into their kind on the way out."""
+"""NumPy arrays and anything else with ``__dlpack__``: made into tensors on the way in, and results into
+their kind.
 
+No data is copied where memory can be shared.
+"""
+
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from dlmkern.ops import _dlpack
+
+T = TypeVar("T")
+
+
+class Kind(NamedTuple):
+    """An array library."""
+
+    name: str
+    from_tensor: Callable[[Tensor], Any]
 
 
 def all_tensors(*arrays: Any) -> bool:
@@ -12,6 +30,99 @@ def all_tensors(*arrays: Any) -> bool:
 
 
 def call(
-    op: Callable[..., Any], arrays: dict[str, Any], numbers: dict[str, Any] | None = None, **options: Any
-) -> Any:
-    raise TypeError("not yet")
+    op: Callable[..., T], arrays: dict[str, Any], numbers: dict[str, Any] | None = None, **options: Any
+) -> T:
+    """``op(**arrays, **numbers, **options)`` for arrays that are not tensors; the results are of the same
+    kind.
+
+    `arrays` may be None or tuples of arrays. `numbers` may be arrays of that kind or plain numbers.
+    """
+    first: tuple[str, Kind] | None = None
+
+    def convert(name: str, value: Any) -> Any:
+        nonlocal first
+        if value is None:
+            return None
+        if isinstance(value, tuple):
+            parts = getattr(value, "_fields", range(len(value)))
+            return tuple(convert(f"{name}.{part}", x) for part, x in zip(parts, value, strict=True))
+        kind = kind_of(name, value)
+        if first is None:
+            first = name, kind
+        elif kind.name != first[1].name:
+            raise TypeError(
+                f"{name}: expected the same kind of array as {first[0]} ({first[1].name}), got {kind.name}"
+            )
+        return to_tensor(name, value)
+
+    arguments = {name: convert(name, value) for name, value in arrays.items()}
+    for name, value in (numbers or {}).items():
+        arguments[name] = convert(name, value) if is_array(value) else value
+    if first is None:
+        raise TypeError(f"{next(iter(arrays))}: expected an array, got None")
+    results: T = _results(first[1], op(**arguments, **options))
+    return results
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (Tensor, np.ndarray)) or (hasattr(x, "__dlpack__") and not isinstance(x, np.generic))
+
+
+def kind_of(name: str, x: Any) -> Kind:
+    if isinstance(x, Tensor):
+        return Kind("torch", lambda tensor: tensor)
+    if isinstance(x, np.ndarray):
+        return Kind("numpy", lambda tensor: tensor.numpy())
+    if not is_array(x):
+        raise TypeError(f"{name}: expected a tensor or an array with __dlpack__, got {type(x).__name__}")
+    if hasattr(x, "__array_namespace__"):
+        library = x.__array_namespace__()
+    else:
+        library = sys.modules[type(x).__module__.partition(".")[0]]
+    if not hasattr(library, "from_dlpack"):
+        raise TypeError(
+            f"{name}: {library.__name__} has no from_dlpack to make {type(x).__name__} results with"
+        )
+    return Kind(library.__name__, library.from_dlpack)
+
+
+def to_tensor(name: str, x: Any) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    try:
+        return _from_numpy(x) if isinstance(x, np.ndarray) else _dlpack.to_tensor(x)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{type(x).__name__} of dtype {getattr(x, 'dtype', 'unknown')}"
+        raise TypeError(f"{name}: {what} cannot be made a tensor: {error}") from error
+
+
+def _from_numpy(x: np.ndarray[Any, Any]) -> Tensor:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("its mask would be lost")
+    if not x.dtype.isnative:
+        x = x.astype(x.dtype.newbyteorder("="))
+    if not x.flags.aligned or any(stride < 0 or stride % x.itemsize for stride in x.strides):
+        x = x.copy()
+    if not x.flags.writeable:
+        x = np.asarray(_Writeable(x))
+    if x.dtype.name == "bfloat16":  # of ml_dtypes
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+class _Writeable:
+    """A read-only array's memory for torch, which warns of what it could write; ops write to no input."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _results(kind: Kind, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return kind.from_tensor(value)
+    parts = [_results(kind, part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -1,8 +1,9 @@
 """Checks of what callers pass in. Every error names the argument, what came and what was expected."""
 
 from numbers import Integral, Real
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ def tensor(name: str, x: Tensor, dtypes: Dtypes) -> Tensor:
         raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}")
     if x.requires_grad:
         x = x.detach()
-    return x.resolve_neg() if x.is_neg() else x
+    return x.resolve_neg()
 
 
 def vocabulary_rows(name: str, x: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def vocabulary_rows(name: str, x: Tensor) -> Tensor:
 def companion(
     name: str, x: Tensor, leader_name: str, leader: Tensor, shape: tuple[int, ...], dtypes: Dtypes
 ) -> Tensor:
-    """`x`, which must have the device of `leader` and `shape`, or ``shape[1:]`` where `leader` came without B."""
+    """`x`, which must have `shape` and the device of `leader`."""
     x = tensor(name, x, dtypes)
     same_device(name, x, leader_name, leader)
     if x.shape != shape:
@@ -55,18 +56,34 @@ def same_device(name: str, x: Tensor, leader_name: str, leader: Tensor) -> None:
         raise ValueError(f"{name}: expected device {leader.device} like {leader_name}, got {x.device}")
 
 
-def banned_token(value: int | None, vocabulary: int) -> int:
+def banned_token(value: object, vocabulary: int) -> int:
     """The banned token as the torch ops take it: -1 for none."""
     if value is None:
         return -1
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if not is_int(value):
         raise TypeError(f"banned_token: expected an int or None, got {type(value).__name__}")
     if not 0 <= value < vocabulary:
         raise ValueError(f"banned_token: expected an id in [0, {vocabulary}), got {value}")
     return int(value)
 
 
-def per_row(name: str, value: Number, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
+
+
+def count(name: str, value: object, most: int, meaning: str) -> None:
+    """Refuses what is no int in [1, most]."""
+    if not is_int(value):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name}: expected 1 <= {name} <= {most}, {meaning}, got {value}")
+
+
+def per_row(name: str, value: object, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number, or a tensor of one number a row, as a tensor ``[B]`` of `dtype` on `device`."""
     if isinstance(value, Tensor):
         kinds = INTEGERS if dtype == torch.int64 else FLOATS + INTEGERS
@@ -76,11 +93,10 @@ def per_row(name: str, value: Number, batch: int, dtype: torch.dtype, device: to
         if x.shape not in ((), (batch,)):
             raise ValueError(f"{name}: expected a number or shape [{batch}], got {list(x.shape)}")
         return x.to(dtype).expand(batch)
-    kind = Integral if dtype == torch.int64 else Real
-    if not isinstance(value, kind) or isinstance(value, bool):
-        expected = "an int" if dtype == torch.int64 else "a float"
-        raise TypeError(f"{name}: expected {expected} or a tensor, got {type(value).__name__}")
-    return torch.full((batch,), value, dtype=dtype, device=device)
+    if is_int(value) or (dtype != torch.int64 and is_number(value)):
+        return torch.full((batch,), value, dtype=dtype, device=device)
+    expected = "an int" if dtype == torch.int64 else "a float"
+    raise TypeError(f"{name}: expected {expected} or a tensor, got {type(value).__name__}")
 
 
 def host_values(value: Number) -> list[float] | None:
@@ -94,14 +110,14 @@ def host_values(value: Number) -> list[float] | None:
 
 
 def in_range(name: str, value: Number, low: float, high: float, expected: str) -> None:
-    """Refuses numbers outside [low, high], NaN included, where they can be read without waiting for a device."""
+    """Refuses numbers outside [low, high], NaN included, where host_values can read them."""
     for number in host_values(value) or ():
         if not low <= number <= high:
             raise ValueError(f"{name}: expected {expected}, got {number}")
 
 
 def in_order(low_name: str, low: Number, high_name: str, high: Number) -> None:
-    """Refuses ``low > high`` in any row, where both can be read without waiting for a device."""
+    """Refuses ``low > high`` in any row, where host_values can read both."""
     lows, highs = host_values(low), host_values(high)
     if lows is None or highs is None:
         return

@@ -7,14 +7,14 @@ import torch
 
 from dlmkern.backends import registry
 
-_LIBRARY = torch.library.Library("dlmkern", "DEF")
+_LIBRARY = torch.library.Library("dlmkern", "DEF")  # type: ignore[no-untyped-call]
 
 
 def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Adds ``torch.ops.dlmkern.<name>`` and returns it.
 
-    The implementation asks the registry for a backend when it runs: traced Python never sees the choice. `fake` makes
-    outputs of the right shapes and dtypes without computing anything.
+    The implementation asks the registry for a backend when it runs: traced Python never sees the choice.
+    `fake` makes outputs of the right shapes and dtypes without computing anything.
     """
     name = schema.partition("(")[0]
 
@@ -22,8 +22,8 @@ def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
         first = args[0]
         return registry.resolve(name, first.device, first.dtype)(*args)
 
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"dlmkern::{name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.dlmkern, name).default
     return op

@@ -20,7 +20,7 @@ class CapSelection(NamedTuple):
 
 
 def _fake(
-    input: Tensor,
+    input: Tensor,  # noqa: A002
     token: Tensor,
     logsumexp: Tensor | None,
     mask: Tensor | None,
@@ -54,32 +54,35 @@ def cap_select(
     banned_token: int | None = None,
     return_stats: bool = False,
 ) -> Tensor | CapSelection:
-    """Chooses the positions to commit together in one step of CAP-Decoding (DepCap, arXiv 2604.15750, algorithm 1).
+    """Chooses the positions to commit together in one step of CAP-Decoding (DepCap, arXiv 2604.15750,
+    algorithm 1).
 
-    With c_i = p_i(token_i) and D as in conflict_matrix: the candidates are the masked positions with c_i >= tau_low.
-    Those with c_i >= tau_high go in. The others follow by falling c_i (ties to the lower index) unless D_ij > gamma for
-    some j that is in. Last, the masked position of highest c_i goes in whatever its confidence, so that a row with
-    anything left to commit always commits something. Everything after the token scan is done in float64.
+    With c_i = p_i(token_i) and D as in conflict_matrix: the candidates are the masked positions with c_i >=
+    tau_low. Those with c_i >= tau_high go in. The others follow by falling c_i (ties to the lower index)
+    unless D_ij > gamma for some j that is in. Last, the masked position of highest c_i goes in whatever its
+    confidence, so that a row with anything left to commit always commits something. Everything after the
+    token scan is done in float64.
 
     Args:
         probs: probabilities, float ``[B, n, V]`` or ``[n, V]``; or else
         logits: logits of that shape, exactly one of the two.
         mask: bool ``[B, n]`` or ``[n]``: the positions that may be committed; None for all.
         token: integers ``[B, n]`` and
-        logsumexp: float32 or float64 ``[B, n]``, both from token_stats of `logits`, spare a second read of them. A
-            token outside [0, V) is never selected.
-        tau_low, tau_high: confidence thresholds, 0 <= tau_low <= 1 and tau_low <= tau_high, a number or one a row
-            ``[B]``. tau_high above 1 leaves the high tier empty. Values on an accelerator are not checked.
+        logsumexp: float32 or float64 ``[B, n]``, both from token_stats of `logits`, spare a second read of
+            them. A token outside [0, V) is never selected.
+        tau_low, tau_high: confidence thresholds, 0 <= tau_low <= 1 and tau_low <= tau_high, a number or one
+            a row ``[B]``. tau_high above 1 leaves the high tier empty. Values on an accelerator are not
+            checked.
         gamma: conflict threshold in nats, a number or ``[B]``; not NaN.
-        strict: False commits the high tier together, unchecked, as the published algorithm does. True tests it for
-            conflicts like the others, so that no two committed positions conflict.
-        banned_token: a token that no position may commit, left out of the distribution; only where the tokens are
-            computed here.
+        strict: False commits the high tier together, unchecked, as the published algorithm does. True tests
+            it for conflicts like the others, so that no two committed positions conflict.
+        banned_token: a token that no position may commit, left out of the distribution; only where the
+            tokens are computed here.
         return_stats: also return the tokens and confidences.
 
     Returns:
-        selected, bool ``[B, n]`` or ``[n]``; or CapSelection with `return_stats`. Positions whose row defines no
-        distribution (token_stats) are never selected.
+        selected, bool ``[B, n]`` or ``[n]``; or CapSelection with `return_stats`. Positions whose row
+        defines no distribution (token_stats) are never selected.
 
     Raises:
         TypeError, ValueError: naming the argument.

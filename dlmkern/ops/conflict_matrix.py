@@ -17,16 +17,18 @@ _op = define("conflict_matrix(Tensor logits, Tensor token, Tensor logsumexp) -> 
 
 
 def conflict_matrix(logits: Tensor, token: Tensor | None = None, logsumexp: Tensor | None = None) -> Tensor:
-    """D_ij = log p_i(token_j) + log p_j(token_i) in nats, the conflict score of DepCap (arXiv 2604.15750, CAP-Decoding).
+    """D_ij = log p_i(token_j) + log p_j(token_i) in nats, the conflict score of DepCap (arXiv 2604.15750,
+    CAP-Decoding).
 
-    No ``[n, n, V]`` temporary is made. The sum is formed in float64 and is symmetric to the bit; the diagonal is
-    2 log p_i(token_i).
+    No ``[n, n, V]`` temporary is made. The sum is formed in float64 and is symmetric to the bit; the
+    diagonal is 2 log p_i(token_i).
 
     Args:
         logits: float ``[B, n, V]`` or ``[n, V]``.
-        token: integers ``[B, n]``, the token of each position; one outside [0, V) makes its row and column NaN.
-        logsumexp: float32 or float64 ``[B, n]``, of the same logits. `token` and `logsumexp` come together, from
-            token_stats; without them they are computed.
+        token: integers ``[B, n]``, the token of each position; one outside [0, V) makes its row and column
+            NaN.
+        logsumexp: float32 or float64 ``[B, n]``, of the same logits. `token` and `logsumexp` come together,
+            from token_stats; without them they are computed.
 
     Returns:
         float32 ``[B, n, n]``, or ``[n, n]`` for ``[n, V]``. It carries no gradient.

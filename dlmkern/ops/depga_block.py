@@ -18,8 +18,8 @@ def _fake(
 
 
 _op = define(
-    "depga_block(Tensor kl, Tensor entropy, Tensor remaining, Tensor lam, Tensor l_min, Tensor l_max, bool reflect)"
-    " -> Tensor",
+    "depga_block(Tensor kl, Tensor entropy, Tensor remaining, Tensor lam, Tensor l_min, Tensor l_max,"
+    " bool reflect) -> Tensor",
     _fake,
 )
 
@@ -36,25 +36,26 @@ def depga_block(
 ) -> Tensor:
     """Length of the next block (DepCap's DepGA-Block, arXiv 2604.15750).
 
-    The block goes on while the influence of the last block outweighs the entropy: both signals are smoothed with a
-    centred moving average of three, made comparable by (x - median) / interquartile range, and the block ends before
-    the first position with S = kl~ - lam * entropy~ < 0 (or NaN). In float64, over the window of
-    min(W, l_max, remaining) positions; what lies beyond it is not read. The quantiles are elements of the window: of w
-    values, the floor(q (w - 1))-th smallest; NaN sorts last, and the range is at least 1e-15.
+    The block goes on while the influence of the last block outweighs the entropy: both signals are smoothed
+    with a centred moving average of three, made comparable by (x - median) / interquartile range, and the
+    block ends before the first position with S = kl~ - lam * entropy~ < 0 (or NaN). In float64, over the
+    window of min(W, l_max, remaining) positions; what lies beyond it is not read. The quantiles are elements
+    of the window: of w values, the floor(q (w - 1))-th smallest; NaN sorts last, and the range is at least
+    1e-15.
 
     Args:
-        kl: float ``[B, W]`` or ``[W]``: influence of the last block from the block's first position on, in nats: token_stats'
-            `kl` or topk_kl.
+        kl: float ``[B, W]`` or ``[W]``: influence of the last block from the block's first position on, in
+            nats: token_stats' `kl` or topk_kl.
         entropy: float, the shape of `kl`, in nats.
         remaining: positions of the sequence from there on, an int >= 0 or one a row ``[B]``.
         lam: weight of the entropy, a number or ``[B]``; not NaN.
         l_min, l_max: least and greatest length, 1 <= l_min <= l_max, ints or ``[B]``.
-        padding: of the moving average: ``"zero"`` as in the official code, which pulls the first position down by a third,
-            or ``"reflect"``, which repeats the edge.
+        padding: of the moving average: ``"zero"`` as in the official code, which pulls the first position
+            down by a third, or ``"reflect"``, which repeats the edge.
 
     Returns:
-        int64 ``[B]``, or a 0-dimensional tensor for ``[W]``: remaining if that is less than l_min, else the length
-        clipped to [l_min, min(l_max, remaining)]. Values on an accelerator are not checked.
+        int64 ``[B]``, or a 0-dimensional tensor for ``[W]``: remaining if that is less than l_min, else the
+        length clipped to [l_min, min(l_max, remaining)]. Values on an accelerator are not checked.
 
     Raises:
         TypeError, ValueError: naming the argument.

@@ -20,14 +20,18 @@ _op = define(
 def independent_set(
     conflict: Tensor, priority: Tensor, eligible: Tensor | None = None, preselected: Tensor | None = None
 ) -> Tensor:
-    """Goes through the positions by falling priority and takes each that has no conflict with what was taken before.
+    """Goes through the positions by falling priority and takes each that has no conflict with what was taken
+    before.
 
     Args:
-        conflict: bool ``[B, n, n]`` or ``[n, n]``: ``conflict[i, j]`` says that i must not join while j is in. The
-            candidate's row is what is tested, so an asymmetric matrix is a directed graph. The diagonal is ignored.
-        priority: float ``[B, n]`` or ``[n]``: higher first, ties to the lower index; NaN is never taken, -inf may be.
+        conflict: bool ``[B, n, n]`` or ``[n, n]``: ``conflict[i, j]`` says that i must not join while j is
+            in. The candidate's row is what is tested, so an asymmetric matrix is a directed graph. The
+            diagonal is ignored.
+        priority: float ``[B, n]`` or ``[n]``: higher first, ties to the lower index; NaN is never taken,
+            -inf may be.
         eligible: bool ``[B, n]``: the positions that may be taken; None for all.
-        preselected: bool ``[B, n]``: in from the start, eligible or not, not tested against each other; None for none.
+        preselected: bool ``[B, n]``: in from the start, eligible or not, not tested against each other; None
+            for none.
 
     Returns:
         bool, the shape of `priority`: preselected or taken.

@@ -33,7 +33,8 @@ def _fake(
 
 
 _op = define(
-    "token_stats(Tensor logits, Tensor? prev_logits, Tensor? prev_rows, int banned_token, ScalarType out_dtype)"
+    "token_stats(Tensor logits, Tensor? prev_logits, Tensor? prev_rows, int banned_token,"
+    " ScalarType out_dtype)"
     " -> (Tensor token, Tensor confidence, Tensor logsumexp, Tensor entropy, Tensor kl)",
     _fake,
 )
@@ -47,19 +48,21 @@ def token_stats(
     banned_token: int | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> TokenStats:
-    """Best token, its confidence, log-sum-exp, entropy and KL to an earlier step, from one read of the logits.
+    """Best token, its confidence, log-sum-exp, entropy and KL to an earlier step, from one read of the
+    logits.
 
-    A row of logits x defines p_v = exp(x_v) / sum_u exp(x_u); -inf is a banned token. A row that holds a NaN or +inf,
-    or nothing but -inf, defines no distribution: its token is -1 and its statistics are NaN.
+    A row of logits x defines p_v = exp(x_v) / sum_u exp(x_u); -inf is a banned token. A row that holds a NaN
+    or +inf, or nothing but -inf, defines no distribution: its token is -1 and its statistics are NaN.
 
     Args:
         logits: float ``[B, n, V]`` or ``[n, V]``.
         prev_logits: ``[B, m, V]`` or ``[m, V]`` of the same dtype, the logits of an earlier step.
-        prev_rows: integers ``[B, n]`` or ``[n]``: which row of `prev_logits` belongs to each position. A value outside
-            [0, m) means none, and gives a NaN `kl`. Without it, m must be n and row i goes with row i.
+        prev_rows: integers ``[B, n]`` or ``[n]``: which row of `prev_logits` belongs to each position. A
+            value outside [0, m) means none, and gives a NaN `kl`. Without it, m must be n and row i goes
+            with row i.
         banned_token: a token left out of both distributions, as if its logit were -inf.
-        out_dtype: of the statistics: ``torch.float32`` or ``torch.float64``, which resolves confidences near one that
-            float32 rounds together. By default float32, and float64 for float64 logits.
+        out_dtype: of the statistics: ``torch.float32`` or ``torch.float64``, which resolves confidences near
+            one that float32 rounds together. By default float32, and float64 for float64 logits.
 
     Returns:
         TokenStats. `token` is the lowest index of the largest logit. In `kl`, p_v = 0 adds 0 and

@@ -18,11 +18,12 @@ _op = define(
 
 
 def topk_kl(curr: TopKSnapshot, prev: TopKSnapshot) -> Tensor:
-    """KL(p || q) in nats, cut down to the current snapshot's tokens: DepCap's influence as its official code has it.
+    """KL(p || q) in nats, cut down to the current snapshot's tokens: DepCap's influence as its official code
+    has it.
 
-    sum over v in curr.ids of p(v) (log p(v) - log q(v)), where log q(v) is prev's log-probability of v, or its floor if
-    v is not among its ids. p(v) = 0 adds 0. There is no term for the tail, so the result can be slightly negative
-    (arXiv 2604.15750; the paper's text has the exact KL, which is token_stats' `kl`).
+    sum over v in curr.ids of p(v) (log p(v) - log q(v)), where log q(v) is prev's log-probability of v, or
+    its floor if v is not among its ids. p(v) = 0 adds 0. There is no term for the tail, so the result can be
+    slightly negative (arXiv 2604.15750; the paper's text has the exact KL, which is token_stats' `kl`).
 
     Args:
         curr, prev: snapshots of the same positions with the same k (TopKSnapshot, from topk_snapshot).

@@ -1,6 +1,5 @@
 """topk_snapshot: the k likeliest tokens of each position, for DepCap's truncated KL."""
 
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -11,9 +10,9 @@ from dlmkern.ops._library import define
 
 
 class TopKSnapshot(NamedTuple):
-    """The k likeliest tokens of each position; the rest of the mass is spread evenly over the other tokens."""
+    """The k likeliest tokens of each position; the rest of the mass goes evenly to the other tokens."""
 
-    ids: Tensor  # int64 [B, n, k], by falling logit, ties to the lower id; -1 where the row defines no distribution
+    ids: Tensor  # int64 [B, n, k], by falling logit, ties to the lower id; -1 where there is no distribution
     logp: Tensor  # float64 [B, n, k], nats
     floor: Tensor  # float64 [B, n], nats: log-probability of each other token
 
@@ -35,12 +34,14 @@ _op = define(
 def topk_snapshot(logits: Tensor, k: int = 64, *, banned_token: int | None = None) -> TopKSnapshot:
     """The snapshot that DepCap's official code keeps of a step (arXiv 2604.15750): see topk_kl.
 
-    floor = log(max(1 - sum_k p, 1e-12) / max(V - k, 1)), with the tail of the sum added up by itself in float64.
+    floor = log(max(1 - sum_k p, 1e-12) / max(V - k, 1)), with the tail of the sum added up by itself in
+    float64.
 
     Args:
         logits: float ``[B, n, V]`` or ``[n, V]``.
         k: tokens to keep, 1 <= k <= V.
-        banned_token: a token left out as if its logit were -inf; V above is then the number of the other tokens.
+        banned_token: a token left out as if its logit were -inf; V above is then the number of the other
+            tokens.
 
     Returns:
         TopKSnapshot; without the leading B for ``[n, V]``. It carries no gradient.
@@ -52,10 +53,7 @@ def topk_snapshot(logits: Tensor, k: int = 64, *, banned_token: int | None = Non
         return _arrays.call(topk_snapshot, {"logits": logits}, k=k, banned_token=banned_token)
     x = _check.vocabulary_rows("logits", logits)
     banned = _check.banned_token(banned_token, x.shape[-1])
-    if not isinstance(k, Integral) or isinstance(k, bool):
-        raise TypeError(f"k: expected an int, got {type(k).__name__}")
     allowed = x.shape[-1] - (banned >= 0)
-    if not 1 <= k <= allowed:
-        raise ValueError(f"k: expected 1 <= k <= {allowed}, the number of tokens, got {k}")
+    _check.count("k", k, allowed, "the number of tokens")
     snapshot = TopKSnapshot(*_op(x, int(k), banned))
     return TopKSnapshot(*(part.squeeze(0) for part in snapshot)) if logits.ndim == 2 else snapshot

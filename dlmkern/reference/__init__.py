@@ -1,7 +1,8 @@
-"""The definition of every op in plain torch: what the faster backends must equal, and what runs where none of them does.
+"""The definition of every op in plain torch: what the faster backends must equal, and what runs where none
+of them does.
 
-Written to be read next to the papers. Every function runs on any device, reads no value back to the host and takes the
-arguments of the ``torch.ops.dlmkern`` op of its name.
+Written to be read next to the papers. Every function runs on any device, reads no value back to the host and
+takes the arguments of the ``torch.ops.dlmkern`` op of its name.
 """
 
 from dlmkern.reference.cap_select import cap_select

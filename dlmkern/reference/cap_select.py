@@ -6,7 +6,7 @@ from dlmkern.reference.independent_set import independent_set
 
 
 def cap_select(
-    input: Tensor,
+    input: Tensor,  # noqa: A002
     token: Tensor,
     logsumexp: Tensor | None,
     mask: Tensor | None,
@@ -32,7 +32,7 @@ def cap_select(
 
 
 def most_confident(confidence: Tensor, open_: Tensor) -> Tensor:
-    """The open position of highest confidence, lowest index at a tie, as a [B, n] mask; empty where none is open."""
+    """The open position of highest confidence, lowest index at a tie, as a [B, n] mask."""
     if confidence.shape[1] == 0:
         return torch.zeros_like(open_)
     best = torch.where(open_, confidence, -torch.inf).argmax(dim=1, keepdim=True)

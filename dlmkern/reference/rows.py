@@ -10,7 +10,7 @@ CHUNK_BYTES = 2 << 20  # of one float64 copy of the rows in work; about six such
 
 
 def row_chunks(logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cuts ``[B, n, V]`` into index pairs, so that ``logits[pair]`` in float64 is small whatever the vocabulary is."""
+    """Cuts ``[B, n, V]`` into index pairs, so that ``logits[pair]`` is small whatever the vocabulary is."""
     batch, n, vocab = logits.shape
     rows = max(1, CHUNK_BYTES // (8 * vocab))
     if n <= rows:
@@ -26,8 +26,8 @@ def row_chunks(logits: Tensor) -> Iterator[tuple[slice, slice]]:
 class RowSoftmax(NamedTuple):
     """Softmax of float64 rows ``[..., V]``; rows that define no distribution are NaN and have token -1.
 
-    The best term is kept out of the sum of the others, because ``1 / (1 + rest)`` tells confidences near one apart
-    which ``exp(x - logsumexp)`` rounds together.
+    The best term is kept out of the sum of the others, because ``1 / (1 + rest)`` tells confidences near one
+    apart which ``exp(x - logsumexp)`` rounds together.
     """
 
     token: Tensor  # [...] int64, the lowest index of the largest logit
