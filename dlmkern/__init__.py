@@ -1,6 +1,7 @@
 """Kernels and decoders that make masked diffusion language models decode faster without retraining.
 
-The ops, such as ``dlmkern.cap_select``, work on the tensors at hand; ``dlmkern.generate`` decodes with a model.
+The ops, such as ``dlmkern.cap_select``, work on the tensors at hand; ``dlmkern.generate`` decodes with a
+model.
 """
 
 import importlib
@@ -25,8 +26,8 @@ from dlmkern.ops import (
 # Imported at first use, because models need transformers.
 _LAZY = {
     "decoders": "dlmkern.decoders",
-    "generate": "dlmkern.generate:generate",
-    "generate_stream": "dlmkern.generate:generate_stream",
+    "generate": "dlmkern.generation:generate",
+    "generate_stream": "dlmkern.generation:generate_stream",
     "load_model": "dlmkern.models:load_model",
     "models": "dlmkern.models",
 }

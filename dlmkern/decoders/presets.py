@@ -1,0 +1,78 @@
+"""The methods by name; the defaults are those of their papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dlmkern.decoders.blocks import BlockSchedule, DepGABlocks, FixedBlocks, WholeSequence
+from dlmkern.decoders.decoder import Decoder
+from dlmkern.decoders.unmask import CAP, OnePerStep, Threshold
+
+
+def vanilla(
+    block_length: int | None = 32,
+    steps: int | None = None,
+    cache: None = None,
+    *,
+    remasking: str = "low_confidence",
+    cfg_scale: float = 0.0,
+    compat: str | None = None,
+) -> Decoder:
+    """LLaDA's own decoding (arXiv:2502.09992). `block_length=None`: one block; otherwise see `OnePerStep`, `Decoder`."""
+    return Decoder(
+        _blocks(block_length), OnePerStep(steps, remasking), cache=cache, cfg_scale=cfg_scale, compat=compat
+    )
+
+
+def threshold(
+    tau: float = 0.9, block_length: int | None = 32, cache: None = None, *, compat: str | None = None
+) -> Decoder:
+    """Fast-dLLM's confidence threshold (arXiv:2505.22618). `block_length=None`: one block; see `Threshold`."""
+    return Decoder(_blocks(block_length), Threshold(tau), cache=cache, compat=compat)
+
+
+def depcap(
+    lam: float = 1.2,
+    l_min: int = 8,
+    l_max: int = 128,
+    tau_low: float = 0.8,
+    tau_high: float = 0.95,
+    gamma: float = -16.0,
+    kl: str = "exact",
+    topk: int = 64,
+    cache: None = None,
+    *,
+    strict: bool = False,
+    padding: str = "zero",
+    compat: str | None = None,
+) -> Decoder:
+    """DepCap (arXiv:2604.15750): adaptive blocks and conflict-aware commits; see `DepGABlocks` and `CAP`."""
+    return Decoder(
+        DepGABlocks(lam, l_min, l_max, kl, topk, padding),
+        CAP(tau_low, tau_high, gamma, strict),
+        cache=cache,
+        compat=compat,
+    )
+
+
+PRESETS: dict[str, Callable[..., Decoder]] = {"vanilla": vanilla, "threshold": threshold, "depcap": depcap}
+
+
+def find_decoder(decoder: str | Decoder) -> Decoder:
+    """A decoder by the name of its preset, with the default settings; a `Decoder` is returned as it is.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+        TypeError: neither a name nor a `Decoder`.
+    """
+    if isinstance(decoder, Decoder):
+        return decoder
+    if not isinstance(decoder, str):
+        raise TypeError(f"decoder must be a name or a Decoder, got {type(decoder).__name__}")
+    if decoder not in PRESETS:
+        raise ValueError(f"unknown decoder {decoder!r}, known: {', '.join(PRESETS)}")
+    return PRESETS[decoder]()
+
+
+def _blocks(block_length: int | None) -> BlockSchedule:
+    return WholeSequence() if block_length is None else FixedBlocks(block_length)

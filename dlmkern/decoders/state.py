@@ -1,0 +1,105 @@
+"""What a decoding loop remembers between two steps."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Reason(IntEnum):
+    """Why a token was committed."""
+
+    SCHEDULED = 0
+    """Among the most confident positions that the step schedule had to fill."""
+    THRESHOLD = 1
+    """Its confidence reached the threshold `tau`."""
+    HIGH_TIER = 2
+    """Its confidence reached `tau_high`."""
+    CONFLICT_FREE = 3
+    """Its confidence reached `tau_low` and it conflicts with nothing committed in the same step."""
+    FORCED = 4
+    """No threshold was reached; it was the most confident position, and each step commits something."""
+    AFTER_EOS = 5
+    """Not predicted: the answer had ended before it."""
+
+
+class State(NamedTuple):
+    """The rows being decoded, `B` of them, all tensors on one device.
+
+    Positions count from the first prompt token. Row `b` occupies `ids[b, :end[b]]`; what follows is padding. The
+    `[B, L + 1]` tensors have a last column that belongs to no position: writes that must not happen go there.
+    """
+
+    ids: Tensor
+    """int64 `[B, L + 1]`: prompt, then generated tokens; the mask token where none is committed yet."""
+    prompt_length: Tensor
+    """int64 `[B]`: the first generated position."""
+    end: Tensor
+    """int64 `[B]`: one past the last generated position."""
+    block_start: Tensor
+    """int64 `[B]`: first position of the block; `end` once the row is finished."""
+    block_length: Tensor
+    """int64 `[B]`: positions of the block; while `opening`, those of the block before."""
+    opening: Tensor
+    """bool `[B]`: the next forward pass opens the block at `block_start`."""
+    blocks_opened: Tensor
+    """int64 `[B]`: blocks opened so far."""
+    block_step: Tensor
+    """int64 `[B]`: steps already taken in the block."""
+    nfe: Tensor
+    """int64 `[B]`: forward passes so far."""
+    seed: Tensor
+    """int64 `[B]`: key of the row's random numbers."""
+    step_map: Tensor
+    """int64 `[B, L + 1]`: index of the forward pass that fixed the position; -1 if none has."""
+    confidence: Tensor
+    """float64 `[B, L + 1]`: probability of the committed token, by that forward pass."""
+    reason: Tensor
+    """int8 `[B, L + 1]`: a `Reason`, or -1."""
+    bad_position: Tensor
+    """int64 `[B]`: status word: first position of the block whose logits hold no distribution; `L` if all do."""
+    previous: tuple[Tensor, ...] | None
+    """What the block schedule keeps of the forward pass that opened the last block, each `[B, ...]`."""
+
+    def select(self, rows: Tensor) -> State:
+        """The state of some of the rows; `rows` is int64 `[n]`."""
+        *columns, previous = self
+        return State(
+            *(column.index_select(0, rows) for column in columns),
+            previous=None if previous is None else tuple(x.index_select(0, rows) for x in previous),
+        )
+
+
+def initial_state(
+    prompts: list[list[int]], gen_length: int, mask_token_id: int, seeds: list[int], device: torch.device
+) -> State:
+    """All generated positions masked, the first block about to open."""
+    batch = len(prompts)
+    longest = max(map(len, prompts)) + gen_length
+    # Padding and the scratch column hold a mask too: any valid id does, as no real position attends to them.
+    ids = torch.full((batch, longest + 1), mask_token_id)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+    ids = ids.to(device)
+    prompt_length = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    zeros = torch.zeros_like(prompt_length)
+    return State(
+        ids=ids,
+        prompt_length=prompt_length,
+        end=prompt_length + gen_length,
+        block_start=prompt_length,
+        block_length=zeros,
+        opening=torch.ones_like(zeros, dtype=torch.bool),
+        blocks_opened=zeros,
+        block_step=zeros,
+        nfe=zeros,
+        seed=torch.tensor(seeds, dtype=torch.int64, device=device),
+        step_map=torch.full_like(ids, -1),
+        confidence=torch.full_like(ids, torch.nan, dtype=torch.float64),
+        reason=torch.full_like(ids, -1, dtype=torch.int8),
+        bad_position=torch.full_like(zeros, longest),
+        previous=None,
+    )

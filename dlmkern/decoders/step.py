@@ -1,0 +1,162 @@
+"""One step: from the logits of a forward pass to committed tokens.
+
+Nothing here reads a tensor on the host or makes one from host data, so a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmkern import ops
+from dlmkern.decoders.decoder import Decoder
+from dlmkern.decoders.sampling import TOKEN_STREAM, sample, uniform
+from dlmkern.decoders.state import Reason, State
+from dlmkern.decoders.unmask import Candidates
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays the same in all steps.
+
+    Args:
+        decoder: the method.
+        gen_length: generated tokens a row.
+        mask_token_id: the mask.
+        vocab_size: ids from here on are padding and never committed; None: all logits are tokens.
+        eos_token_id: a row is finished once its tokens up to this one are committed; None: when all are.
+        temperature: 0 commits the likeliest token, otherwise one drawn from `softmax(logits / temperature)`.
+    """
+
+    decoder: Decoder
+    gen_length: int
+    mask_token_id: int
+    vocab_size: int | None = None
+    eos_token_id: int | None = None
+    temperature: float = 0.0
+
+
+def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
+    """Commit tokens.
+
+    Args:
+        logits: `[B, W, V]`, of the positions from each row's `block_start` on. `W` covers the block of every row
+            and, in rows that open one, `BlockSchedule.window`.
+        state: the state that the forward pass has seen; unchanged.
+        plan: see `Plan`.
+        opens: whether any row opens a block.
+
+    Returns:
+        The state to do the next forward pass with.
+    """
+    blocks = plan.decoder.blocks
+    width = min(logits.shape[1], blocks.longest(plan.gen_length))
+    scored = _scored(logits, plan)
+    comparison = blocks.comparison(state, width) if opens else (None, None)
+    stats, token = _predict(logits[:, :width], scored[:, :width], *comparison, state, plan)
+    if opens:
+        state = _open_blocks(scored, stats, state, plan)
+
+    offset = torch.arange(width, device=logits.device)
+    position = state.block_start.unsqueeze(1) + offset
+    inside = offset < state.block_length.unsqueeze(1)
+    scratch = state.ids.shape[1] - 1
+    masked = inside & (state.ids.gather(1, position.clamp(max=scratch)) == plan.mask_token_id)
+    candidates = Candidates(scored[:, :width], token, stats.confidence, stats.logsumexp, masked, position)
+    selection = plan.decoder.unmask.select(candidates, state, blocks.count(plan.gen_length))
+
+    target = torch.where(selection.selected, position, scratch)
+    forward = state.nfe.unsqueeze(1)
+    bad = masked & (token < 0)
+    block_end = state.block_start + state.block_length
+    done = ~(masked & ~selection.selected).any(-1)
+    state = state._replace(
+        ids=state.ids.scatter(1, target, token),
+        step_map=state.step_map.scatter(1, target, forward.expand_as(target)),
+        confidence=state.confidence.scatter(1, target, stats.confidence),
+        reason=state.reason.scatter(1, target, selection.reason),
+        bad_position=torch.where(bad, position, scratch).amin(-1),
+        block_start=torch.where(done, block_end, state.block_start),
+        opening=done,
+        block_step=state.block_step + 1,
+        nfe=state.nfe + 1,
+    )
+    return state if plan.eos_token_id is None else _end_at_eos(state, plan)
+
+
+def window_positions(state: State, width: int) -> Tensor:
+    """The positions whose logits a step with windows of `width` wants, int64 `[B, width]`.
+
+    Past a row's end, its last position is repeated; those logits are not used.
+    """
+    offset = torch.arange(width, device=state.ids.device)
+    return torch.minimum(state.block_start.unsqueeze(1) + offset, (state.end - 1).unsqueeze(1))
+
+
+def _scored(logits: Tensor, plan: Plan) -> Tensor:
+    """The logits over which probabilities are normalised (but for `_banned`)."""
+    return logits if plan.decoder.compat == "official" else logits[..., : plan.vocab_size]
+
+
+def _banned(logits: Tensor, plan: Plan) -> int | None:
+    """The mask, if it is among the tokens of these logits."""
+    return plan.mask_token_id if plan.mask_token_id < logits.shape[-1] else None
+
+
+def _scored_banned(scored: Tensor, plan: Plan) -> int | None:
+    return None if plan.decoder.compat == "official" else _banned(scored, plan)
+
+
+def _predict(
+    logits: Tensor, scored: Tensor, previous: Tensor | None, rows: Tensor | None, state: State, plan: Plan
+) -> tuple[ops.TokenStats, Tensor]:
+    """Statistics of every position, and the token it would commit with `confidence` that token's probability."""
+    stats = ops.token_stats(
+        scored, previous, prev_rows=rows, banned_token=_scored_banned(scored, plan), out_dtype=torch.float64
+    )
+    allowed = logits[..., : plan.vocab_size]
+    banned = _banned(allowed, plan)
+    if plan.decoder.compat == "official":
+        best = ops.token_stats(allowed, banned_token=banned, out_dtype=torch.float64)
+        share = (best.logsumexp - stats.logsumexp).exp()
+        stats = stats._replace(token=best.token, confidence=best.confidence * share)
+    if plan.temperature == 0:
+        return stats, stats.token
+    position = state.block_start.unsqueeze(1) + torch.arange(logits.shape[1], device=logits.device)
+    noise = uniform(state.seed.unsqueeze(1), position, state.nfe.unsqueeze(1), TOKEN_STREAM)
+    token = sample(allowed, stats.token, banned, plan.temperature, noise)
+    drawn = scored.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(torch.float64)
+    confidence = torch.where(token == stats.token, stats.confidence, (drawn - stats.logsumexp).exp())
+    return stats._replace(confidence=confidence), token
+
+
+def _open_blocks(scored: Tensor, stats: ops.TokenStats, state: State, plan: Plan) -> State:
+    length, previous = plan.decoder.blocks.open(scored, _scored_banned(scored, plan), stats, state)
+    return state._replace(
+        block_length=torch.where(state.opening, length, state.block_length),
+        blocks_opened=state.blocks_opened + state.opening,
+        block_step=torch.where(state.opening, 0, state.block_step),
+        previous=previous,
+    )
+
+
+def _end_at_eos(state: State, plan: Plan) -> State:
+    """Finish the rows whose tokens up to the first end-of-sequence token are committed, and fill up their rest."""
+    length = state.ids.shape[1]
+    position = torch.arange(length, device=state.ids.device)
+    generated = (position >= state.prompt_length.unsqueeze(1)) & (position < state.end.unsqueeze(1))
+    is_eos = generated & (state.ids == plan.eos_token_id)
+    is_mask = generated & (state.ids == plan.mask_token_id)
+    eos = torch.where(is_eos, position, length).amin(-1)
+    ended = eos < torch.where(is_mask, position, length).amin(-1)
+    rest = generated & ended.unsqueeze(1) & (position > eos.unsqueeze(1))
+    return state._replace(
+        ids=torch.where(rest, plan.eos_token_id, state.ids),
+        step_map=torch.where(rest, state.nfe.unsqueeze(1) - 1, state.step_map),
+        confidence=torch.where(rest, torch.nan, state.confidence),
+        reason=torch.where(rest, Reason.AFTER_EOS, state.reason),
+        block_start=torch.where(ended, state.end, state.block_start),
+        opening=state.opening | ended,
+    )

@@ -1,0 +1,363 @@
+"""`generate`: masked diffusion decoding of a batch of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dlmkern.decoders.decoder import Decoder
+from dlmkern.decoders.forward import Forward, Model
+from dlmkern.decoders.loop import Advance, Loop
+from dlmkern.decoders.presets import find_decoder
+from dlmkern.decoders.state import Reason, initial_state
+from dlmkern.decoders.step import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompts = Tensor | str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What `generate` returns for `B` prompts and `G` generated tokens each; tensors on the model's device."""
+
+    sequences: list[Tensor]
+    """Prompt and answer of each row, int64."""
+    tokens: Tensor
+    """int64 `[B, G]`: the answers."""
+    nfe: Tensor
+    """int64 `[B]`: forward passes of the model that the row took part in."""
+    confidence: Tensor
+    """float64 `[B, G]`: probability of the token at temperature 1 in the forward pass that fixed it; NaN where the
+    reason is `AFTER_EOS`."""
+    block_lengths: list[list[int]]
+    """Lengths of the blocks of each row. A row that ended early has not opened all."""
+    reason: Tensor
+    """int8 `[B, G]`: why the token was committed, a `Reason`."""
+    step_map: Tensor
+    """int64 `[B, G]`: 0-based index of the forward pass that fixed the token for good."""
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """What one forward pass has brought for one row."""
+
+    row: int
+    """Index of the prompt."""
+    positions: list[int]
+    """The positions that were filled, counted from the first generated one."""
+    tokens: list[int]
+    reasons: list[Reason]
+    confidence: list[float]
+    """As in `GenerationOutput`."""
+    block_start: int
+    """Start of the row's block, counted like `positions`."""
+    block_length: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass has brought."""
+
+    forward: int
+    """Its 0-based index."""
+    rows: list[RowStep]
+    """The rows that took part."""
+
+
+class GenerationStream(Iterator[Step]):
+    """Decodes as it is iterated over: one `Step` a forward pass."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._forwards = 0
+
+    def __next__(self) -> Step:
+        if not self._loop.rows:
+            raise StopIteration
+        advance = self._loop.advance()
+        rows = _row_steps(advance, self._loop.plan.gen_length)
+        self._forwards += 1
+        return Step(self._forwards - 1, rows)
+
+    def result(self) -> GenerationOutput:
+        """The same as `generate` returns; does what is left to do."""
+        while self._loop.rows:
+            self._loop.advance()
+            self._forwards += 1
+        return _output(self._loop)
+
+
+def generate(
+    model: Model,
+    input_ids: Prompts,
+    decoder: str | Decoder = "depcap",
+    gen_length: int = 256,
+    temperature: float = 0.0,
+    seed: int | Sequence[int] | None = None,
+    stop_at_eos: bool = False,
+    mask_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    vocab_size: int | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_template: bool = False,
+) -> GenerationOutput:
+    """Answer prompts with a masked diffusion language model.
+
+    Each row is decoded as if it were alone: it has its own blocks, number of forward passes and random numbers. Only
+    rounding inside the model can tell a batch from single calls.
+
+    Args:
+        model: a model of `dlmkern.models`, or any callable `ids [B, L] -> logits [B, L, V]` (a tensor, or an object
+            with the attribute `logits`), where `ids` holds the mask token wherever a token is to be predicted.
+        input_ids: int64 `[B, P]`, or a list of token lists (or int64 `[P]` tensors) of any lengths. Or text, one
+            string or a list of them. A prompt may be empty if the model accepts that; it must not contain the mask.
+        decoder: "vanilla", "threshold" or "depcap", with its default settings, or a `Decoder`.
+        gen_length: tokens to generate for each prompt.
+        temperature: 0 commits the likeliest token; above, one drawn from `softmax(logits / temperature)`. Confidence
+            is the token's probability at temperature 1 in any case, so thresholds keep their meaning.
+        seed: of the random numbers, for all rows or one a row; they also depend on the position and the forward
+            pass, and on nothing else. Rows with the same prompt and seed get the same answer. None: each row draws a
+            seed from torch's global generator.
+        stop_at_eos: finish a row once all tokens up to its first end-of-sequence token are committed. The rest of
+            the row becomes that token, whatever was there.
+        mask_token_id, eos_token_id, vocab_size: default to those of `model.config`. A bare callable needs the first,
+            and the second for `stop_at_eos`. Token ids from `vocab_size` on are never generated; None: all ids of
+            the logits are.
+        tokenizer: for text.
+        chat_template: wrap each text as a user's turn by the tokenizer's chat template.
+
+    Returns:
+        See `GenerationOutput`. No mask is left in it.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range; the message names it.
+        FloatingPointError: logits hold no distribution (NaN, +inf, no allowed token); the message names row,
+            position and forward pass.
+    """
+    return generate_stream(
+        model,
+        input_ids,
+        decoder,
+        gen_length,
+        temperature,
+        seed,
+        stop_at_eos,
+        mask_token_id,
+        eos_token_id,
+        vocab_size,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+    ).result()
+
+
+def generate_stream(
+    model: Model,
+    input_ids: Prompts,
+    decoder: str | Decoder = "depcap",
+    gen_length: int = 256,
+    temperature: float = 0.0,
+    seed: int | Sequence[int] | None = None,
+    stop_at_eos: bool = False,
+    mask_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    vocab_size: int | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_template: bool = False,
+) -> GenerationStream:
+    """`generate`, forward pass by forward pass: an iterator over `Step`, whose `result()` is the whole.
+
+    Arguments and errors are those of `generate`. Bad arguments are reported at once, before the first forward pass.
+    """
+    if not callable(model):
+        raise TypeError(f"model must be callable, got {type(model).__name__}")
+    decoder = find_decoder(decoder)
+    _check_int("gen_length", gen_length, 1)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}")
+    config = getattr(model, "config", None)
+    mask_token_id = _token_id("mask_token_id", mask_token_id, config)
+    eos_token_id = _token_id("eos_token_id", eos_token_id, config) if stop_at_eos else None
+    if vocab_size is None:
+        vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is not None:
+        _check_int("vocab_size", vocab_size, 1)
+    if eos_token_id is not None:
+        if eos_token_id == mask_token_id:
+            raise ValueError(f"eos_token_id and mask_token_id must differ, got {eos_token_id} for both")
+        if vocab_size is not None and eos_token_id >= vocab_size:
+            raise ValueError(f"eos_token_id must be below vocab_size = {vocab_size}, got {eos_token_id}")
+    prompts = _token_lists(input_ids, tokenizer, chat_template)
+    limit = getattr(config, "max_sequence_length", None)
+    for row, prompt in enumerate(prompts):
+        _check_prompt(row, prompt, mask_token_id, vocab_size)
+        if limit is not None and len(prompt) + gen_length > limit:
+            raise ValueError(
+                f"row {row}: the prompt's {len(prompt)} tokens and gen_length = {gen_length} exceed the model's "
+                f"max_sequence_length = {limit}"
+            )
+    decoder.unmask.check(gen_length, decoder.blocks.count(gen_length))
+    seeds = _seeds(seed, len(prompts))
+    plan = Plan(decoder, gen_length, mask_token_id, vocab_size, eos_token_id, float(temperature))
+    state = initial_state(prompts, gen_length, mask_token_id, seeds, _device(model, input_ids))
+    return GenerationStream(Loop(Forward(model, mask_token_id, vocab_size, decoder.cfg_scale), plan, state))
+
+
+def _output(loop: Loop) -> GenerationOutput:
+    rows = [loop.finished[row] for row in range(len(loop.finished))]
+    gen_length = loop.plan.gen_length
+    return GenerationOutput(
+        sequences=[row.ids for row in rows],
+        tokens=torch.stack([row.ids[-gen_length:] for row in rows]),
+        nfe=torch.tensor(loop.nfe, device=rows[0].ids.device),
+        confidence=torch.stack([row.confidence for row in rows]),
+        block_lengths=[list(lengths) for lengths in loop.block_lengths],
+        reason=torch.stack([row.reason for row in rows]),
+        step_map=torch.stack([row.step_map for row in rows]),
+    )
+
+
+def _row_steps(advance: Advance, gen_length: int) -> list[RowStep]:
+    state = advance.state
+    fresh = (state.step_map == state.nfe.unsqueeze(1) - 1).tolist()
+    columns = [x.tolist() for x in (state.ids, state.reason, state.confidence)]
+    lengths, ends = state.block_length.tolist(), state.end.tolist()
+    steps = []
+    for i, row in enumerate(advance.rows):
+        first = ends[i] - gen_length
+        positions = [p for p in range(first, ends[i]) if fresh[i][p]]
+        tokens, reasons, confidence = ([column[i][p] for p in positions] for column in columns)
+        steps.append(
+            RowStep(
+                row=row,
+                positions=[p - first for p in positions],
+                tokens=tokens,
+                reasons=[Reason(reason) for reason in reasons],
+                confidence=confidence,
+                block_start=advance.block_starts[i] - first,
+                block_length=lengths[i],
+            )
+        )
+    return steps
+
+
+def _token_lists(
+    prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, chat_template: bool
+) -> list[list[int]]:
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if isinstance(prompts, Tensor):
+        if prompts.dtype != torch.int64:
+            raise TypeError(f"input_ids must be int64, got {prompts.dtype}")
+        if prompts.dim() != 2:
+            raise ValueError(f"input_ids must have shape [B, P], got {list(prompts.shape)}")
+        rows: list[Any] = prompts.tolist()
+    elif isinstance(prompts, Sequence):
+        rows = list(prompts)
+    else:
+        raise TypeError(
+            f"input_ids must be an int64 tensor, a list of token lists, or text, got {type(prompts).__name__}"
+        )
+    if not rows:
+        raise ValueError("input_ids holds no prompt")
+    texts = [isinstance(row, str) for row in rows]
+    if all(texts):
+        return _tokenize(rows, tokenizer, chat_template)
+    if any(texts):
+        raise TypeError("input_ids mixes text and token ids")
+    if chat_template:
+        raise ValueError("chat_template applies to text, and input_ids holds token ids")
+    return [_token_list(row, prompt) for row, prompt in enumerate(rows)]
+
+
+def _token_list(row: int, prompt: Any) -> list[int]:
+    if isinstance(prompt, Tensor):
+        if prompt.dtype != torch.int64 or prompt.dim() != 1:
+            raise TypeError(
+                f"input_ids[{row}] must be int64 of shape [P], got {prompt.dtype} of shape {list(prompt.shape)}"
+            )
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence):
+        raise TypeError(
+            f"input_ids[{row}] must be a list of token ids, got {type(prompt).__name__}; "
+            "a single prompt needs a list around it"
+        )
+    for position, token in enumerate(prompt):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise TypeError(f"input_ids[{row}][{position}] must be an int, got {token!r}")
+    return list(prompt)
+
+
+def _tokenize(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase | None, chat_template: bool
+) -> list[list[int]]:
+    if tokenizer is None:
+        raise ValueError("input_ids holds text, which needs a tokenizer (dlmkern.models.load_tokenizer)")
+    if not chat_template:
+        return [list(tokenizer(text)["input_ids"]) for text in texts]
+    chats = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        for text in texts
+    ]
+    # The template has put the special tokens in already.
+    return [list(tokenizer(chat, add_special_tokens=False)["input_ids"]) for chat in chats]
+
+
+def _check_prompt(row: int, prompt: list[int], mask_token_id: int, vocab_size: int | None) -> None:
+    for position, token in enumerate(prompt):
+        if token == mask_token_id:
+            raise ValueError(f"row {row}: the prompt holds the mask token {token} at position {position}")
+        if token < 0 or (vocab_size is not None and token >= vocab_size):
+            size = "" if vocab_size is None else f", which must lie in [0, {vocab_size})"
+            raise ValueError(f"row {row}: the prompt holds token {token} at position {position}{size}")
+
+
+def _token_id(name: str, value: int | None, config: Any) -> int:
+    if value is None:
+        value = getattr(config, name, None)
+    if value is None:
+        raise ValueError(f"{name} is needed: the model has no config.{name}")
+    _check_int(name, value, 0)
+    return value
+
+
+def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    if seed is None:
+        return torch.randint(2**63 - 1, (rows,)).tolist()
+    seeds = [seed] * rows if isinstance(seed, int) else seed
+    if not isinstance(seeds, Sequence):
+        raise TypeError(f"seed must be an int or a list of them, got {type(seed).__name__}")
+    if len(seeds) != rows:
+        raise ValueError(f"seed must hold one number a row: {rows} rows, {len(seeds)} seeds")
+    for value in seeds:
+        _check_int("seed", value, -(2**63), 2**63)
+    return list(seeds)
+
+
+def _check_int(name: str, value: object, least: int, stop: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least or (stop is not None and value >= stop):
+        raise ValueError(
+            f"{name} must be at least {least}" + (f" and below {stop}" if stop else "") + f", got {value}"
+        )
+
+
+def _device(model: Model, input_ids: Prompts) -> torch.device:
+    """Where the model's parameters are; for a bare callable, where the prompts are."""
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            return parameter.device
+    return input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
