@@ -1,0 +1,62 @@
+# `make help` lists what there is to run. Everything happens in $(VENV), which is made on first use.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CXX_FILES = find csrc tests examples -type f \( -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' \)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The packages are installed without bytecode, which takes half the time; Python then compiles what is imported, once.
+export PYTHONDONTWRITEBYTECODE :=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint format readme bench quality gpu-check clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
+
+$(VENV)/requirements: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.12, say")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
+	@touch $@
+
+# Editable, so that only a change of the compiled part or of the packaging has to be installed again.
+$(VENV)/installed: $(VENV)/requirements pyproject.toml setup.py $(shell find csrc -type f)
+	DLMKERN_CUDA=$${DLMKERN_CUDA-$$($(BIN)/python -c 'import torch; print(int(torch.cuda.is_available()))')} \
+	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+install: $(VENV)/installed ## make the environment and build the project in it
+demo: install ## DepCap beside two baselines on the embedded model, and one answer step by step
+	@$(BIN)/python examples/demo.py
+
+test: install ## every test
+	@$(BIN)/python -m tests
+
+lint: $(VENV)/requirements ## style and types, as CI checks them
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(CXX_FILES) | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/mypy
+
+format: $(VENV)/requirements ## rewrite the files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(CXX_FILES) | xargs $(BIN)/clang-format -i
+
+readme: install ## rewrite the generated parts of README.md
+	$(BIN)/python -m tests.readme
+
+bench: install ## time every op: BENCH="--quick --json FILE token_stats"
+	$(BIN)/python -m benchmarks $(BENCH)
+
+quality: install ## valid answers against forwards, for every decoder
+	$(BIN)/python -m benchmarks.quality
+
+gpu-check: ## on a GPU machine, with the CUDA torch that $(PYTHON) has: build, test and time everything
+	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK)
+
+clean: ## remove what was built, but not the environment
+	rm -rf build dist dlmkern/*.so *.egg-info $(VENV)/installed

@@ -1,0 +1,154 @@
+"""What is timed: one generator of cases an op."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dlmkern
+from benchmarks import eager
+
+VOCABULARY = 126464  # LLaDA's
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    detail: str
+    run: Callable[[], Any]  # through the public function; the backend is the caller's choice
+    eager: Callable[..., Any]
+    inputs: tuple[Any, ...]  # of `eager`
+    compiles: bool = False  # whether torch.compile takes `eager` whole
+    reads: list[Tensor] = field(default_factory=list)  # what any implementation has to read from end to end
+
+
+def random_logits(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Standard normal logits: every token of the vocabulary matters."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(n, VOCABULARY, generator=generator, device=device).to(dtype)
+
+
+def peaked_logits(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Logits with one likely token a row, now and then the same one in two rows, as trained models give."""
+    logits = random_logits(n, torch.float32, device)
+    generator = torch.Generator().manual_seed(1)
+    token = torch.randint(4 * n, (n, 1), generator=generator).to(device)
+    height = torch.empty(n, 1).uniform_(10, 25, generator=generator).to(device)
+    return logits.scatter_(1, token, height).to(dtype)
+
+
+LOGITS = {"random": random_logits, "peaked": peaked_logits}
+
+
+def token_stats(device: torch.device, quick: bool) -> Iterator[Case]:
+    n = 32 if quick else 128
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind, make in LOGITS.items():
+            logits = make(n, dtype, device)
+            noise = torch.randn(logits.shape, generator=torch.Generator(device).manual_seed(2), device=device)
+            prev = (logits.float() + 0.5 * noise).to(dtype)
+            detail = f"{kind} [{n}, {VOCABULARY}] {str(dtype).removeprefix('torch.')}"
+            yield Case(
+                "token_stats",
+                f"with KL, {detail}",
+                partial(dlmkern.token_stats, logits, prev),
+                eager.stats_with_kl,
+                (logits, prev),
+                compiles=True,
+                reads=[logits, prev],
+            )
+            yield Case(
+                "token_stats",
+                detail,
+                partial(dlmkern.token_stats, logits),
+                eager.stats,
+                (logits,),
+                compiles=True,
+                reads=[logits],
+            )
+
+
+def _conflict_free(
+    logits: Tensor, token: Tensor, logsumexp: Tensor, gamma: float, confidence: Tensor
+) -> Tensor:
+    conflict = dlmkern.conflict_matrix(logits, token, logsumexp)
+    return dlmkern.independent_set(conflict > gamma, confidence)
+
+
+def conflict_free(device: torch.device, quick: bool) -> Iterator[Case]:
+    gamma = -24.0  # a third of the pairs of random rows are in conflict
+    for n in (32,) if quick else (32, 64, 128):
+        logits = random_logits(n, torch.float32, device)
+        stats = dlmkern.token_stats(logits)
+
+        inputs = (logits, stats.token, stats.logsumexp, gamma)
+        yield Case(
+            "conflict_matrix + independent_set",
+            f"n = {n}",
+            partial(_conflict_free, *inputs, stats.confidence),
+            eager.conflict_free,
+            inputs,
+        )
+
+
+def cap_select(device: torch.device, quick: bool) -> Iterator[Case]:
+    for n in (32,) if quick else (32, 128):
+        logits = peaked_logits(n, torch.float32, device)
+        yield Case(
+            "cap_select",
+            f"from logits, peaked [{n}, {VOCABULARY}] float32",
+            partial(dlmkern.cap_select, logits=logits),
+            eager.cap_select,
+            (logits, 0.8, 0.95, -16.0),
+            reads=[logits],
+        )
+
+
+def topk_snapshot(device: torch.device, quick: bool) -> Iterator[Case]:
+    n = 16 if quick else 128
+    logits = random_logits(n, torch.float32, device)
+    yield Case(
+        "topk_snapshot",
+        f"k = 64, random [{n}, {VOCABULARY}] float32",
+        partial(dlmkern.topk_snapshot, logits),
+        eager.topk_snapshot,
+        (logits, 64),
+        reads=[logits],
+    )
+
+
+def topk_kl(device: torch.device, quick: bool) -> Iterator[Case]:
+    curr, prev = (dlmkern.topk_snapshot(make(128, torch.float32, device)) for make in LOGITS.values())
+    yield Case(
+        "topk_kl",
+        "k = 64, n = 128",
+        partial(dlmkern.topk_kl, curr, prev),
+        eager.topk_kl,
+        (curr.ids, curr.logp, *prev),
+        compiles=True,
+    )
+
+
+def depga_block(device: torch.device, quick: bool) -> Iterator[Case]:
+    kl, entropy = torch.rand(2, 128, generator=torch.Generator(device).manual_seed(0), device=device)
+    yield Case(
+        "depga_block",
+        "W = 128",
+        partial(dlmkern.depga_block, kl, entropy, 128),
+        eager.depga_block,
+        (kl, entropy, 1.2, 8, 128),
+    )
+
+
+ALL = (token_stats, conflict_free, cap_select, topk_snapshot, topk_kl, depga_block)
+
+
+def cases(device: torch.device, quick: bool, ops: list[str]) -> Iterator[Case]:
+    """The cases of `ops`, or of every op if there are none; made one at a time, since some are large."""
+    for generate in ALL:
+        for case in generate(device, quick):
+            if not ops or set(ops) & set(case.op.split(" + ")):
+                yield case

@@ -1,0 +1,76 @@
+"""What one writes in plain torch without this project: the other side of every ratio."""
+
+import torch
+from torch import Tensor
+
+
+def stats_with_kl(logits: Tensor, prev_logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token, confidence, entropy and KL(current || previous) of every position."""
+    log_p = torch.log_softmax(logits.float(), dim=-1)
+    log_q = torch.log_softmax(prev_logits.float(), dim=-1)
+    p = log_p.exp()
+    confidence, token = p.max(dim=-1)
+    return token, confidence, -(p * log_p).sum(-1), (p * (log_p - log_q)).sum(-1)
+
+
+def stats(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Token and confidence of every position."""
+    confidence, token = torch.softmax(logits.float(), dim=-1).max(dim=-1)
+    return token, confidence
+
+
+def greedy(conflict: Tensor, priority: Tensor, eligible: Tensor, selected: Tensor) -> Tensor:
+    """Greedy maximal independent set by falling priority: conflict [n, n], the others [n]."""
+    selected = selected.clone()
+    for i in priority.argsort(descending=True).tolist():
+        if eligible[i] and not selected[i] and not (conflict[i] & selected).any():
+            selected[i] = True
+    return selected
+
+
+def conflict_free(logits: Tensor, token: Tensor, logsumexp: Tensor, gamma: float) -> Tensor:
+    """Positions without a conflict above `gamma`, the likeliest first: logits [n, V], the others [n]."""
+    log_prob = logits[:, token] - logsumexp[:, None]
+    eligible = torch.ones_like(token, dtype=torch.bool)
+    conflict = (log_prob + log_prob.T > gamma).fill_diagonal_(False)
+    return greedy(conflict, log_prob.diagonal(), eligible, torch.zeros_like(eligible))
+
+
+def cap_select(logits: Tensor, tau_low: float, tau_high: float, gamma: float) -> Tensor:
+    """CAP-Decoding's commit step: logits [n, V]."""
+    log_prob = torch.log_softmax(logits.float(), dim=-1)
+    confidence, token = log_prob.exp().max(dim=-1)
+    log_prob = log_prob[:, token]
+    conflict = (log_prob + log_prob.T > gamma).fill_diagonal_(False)
+    selected = greedy(conflict, confidence, confidence >= tau_low, confidence >= tau_high)
+    selected[confidence.argmax()] = True
+    return selected
+
+
+def topk_snapshot(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k likeliest tokens, their log-probabilities, and what is left, spread evenly."""
+    log_prob = torch.log_softmax(logits.double(), dim=-1)
+    logp, ids = log_prob.topk(k, dim=-1)
+    tail = 1 - logp.exp().sum(-1).clamp(max=1 - 1e-12)
+    return ids, logp, (tail / (logits.shape[-1] - k)).log()
+
+
+def topk_kl(ids: Tensor, logp: Tensor, prev_ids: Tensor, prev_logp: Tensor, prev_floor: Tensor) -> Tensor:
+    """KL of the current top tokens against the previous snapshot."""
+    same = ids[..., :, None] == prev_ids[..., None, :]
+    log_q = torch.where(same.any(-1), (same * prev_logp[..., None, :]).sum(-1), prev_floor[..., None])
+    return (logp.exp() * (logp - log_q)).sum(-1)
+
+
+def depga_block(kl: Tensor, entropy: Tensor, lam: float, l_min: int, l_max: int) -> int:
+    """Length of the next block: kl and entropy [W], with at least W positions left."""
+
+    def normalised(x: Tensor) -> Tensor:
+        x = torch.nn.functional.avg_pool1d(x[None], 3, 1, padding=1)[0]
+        q1, q3 = (x.kthvalue(int(q * (len(x) - 1)) + 1).values for q in (0.25, 0.75))
+        return (x - x.median()) / (q3 - q1).abs().clamp(min=1e-15)
+
+    score = normalised(kl.double()) - lam * normalised(entropy.double())
+    negative = (score < 0).nonzero()
+    length = int(negative[0]) if len(negative) else len(score)
+    return min(max(length, l_min), l_max)
