@@ -16,8 +16,10 @@ INTEGERS: Dtypes = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uin
 BOOL: Dtypes = (torch.bool,)
 
 
-def tensor(name: str, x: Tensor, dtypes: Dtypes) -> Tensor:
+def tensor(name: str, x: Tensor | None, dtypes: Dtypes) -> Tensor:
     """`x`, cut off from autograd, if it is a dense tensor of one of `dtypes`."""
+    if x is None:
+        raise TypeError(f"{name}: expected a tensor or array, got None")
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected dtype {expected}, got {str(x.dtype).removeprefix('torch.')}")
@@ -28,7 +30,7 @@ def tensor(name: str, x: Tensor, dtypes: Dtypes) -> Tensor:
     return x.resolve_neg()
 
 
-def vocabulary_rows(name: str, x: Tensor) -> Tensor:
+def vocabulary_rows(name: str, x: Tensor | None) -> Tensor:
     """Logits or probabilities as ``[B, n, V]``; ``[n, V]`` becomes ``[1, n, V]``."""
     x = tensor(name, x, FLOATS)
     if x.ndim not in (2, 3):
@@ -39,7 +41,7 @@ def vocabulary_rows(name: str, x: Tensor) -> Tensor:
 
 
 def companion(
-    name: str, x: Tensor, leader_name: str, leader: Tensor, shape: tuple[int, ...], dtypes: Dtypes
+    name: str, x: Tensor | None, leader_name: str, leader: Tensor, shape: tuple[int, ...], dtypes: Dtypes
 ) -> Tensor:
     """`x`, which must have `shape` and the device of `leader`."""
     x = tensor(name, x, dtypes)

@@ -107,12 +107,12 @@ def cap_select(
         raise ValueError("token, logsumexp: expected both, with logits, or neither")
     if mask is not None:
         mask = _check.companion("mask", mask, name, given, rows, _check.BOOL).reshape(x.shape[:2])
-    _check.in_range("tau_low", tau_low, 0.0, 1.0, "a threshold in [0, 1]")
-    _check.in_range("tau_high", tau_high, 0.0, math.inf, "a threshold of at least 0")
-    _check.in_range("gamma", gamma, -math.inf, math.inf, "a number")
     low = _check.per_row("tau_low", tau_low, batch, torch.float64, x.device)
     high = _check.per_row("tau_high", tau_high, batch, torch.float64, x.device)
     conflict = _check.per_row("gamma", gamma, batch, torch.float64, x.device)
+    _check.in_range("tau_low", tau_low, 0.0, 1.0, "a threshold in [0, 1]")
+    _check.in_range("tau_high", tau_high, 0.0, math.inf, "a threshold of at least 0")
+    _check.in_range("gamma", gamma, -math.inf, math.inf, "a number")
     _check.in_order("tau_low", tau_low, "tau_high", tau_high)
 
     if token is None or logsumexp is None:

@@ -1,0 +1,128 @@
+"""Options and fixtures that choose where tests run, and a summary that says which backends really ran.
+
+A test that takes the fixture `backend` runs once for each leg: reference, cpu, cuda and triton. On a machine without a GPU
+the CUDA kernels run in the emulator and Triton's in its interpreter. The interpreter changes what ``import triton`` means,
+so that leg has a process of its own:
+
+    pytest tests/ops                          # reference, cpu, cuda
+    TRITON_INTERPRET=1 pytest tests/ops       # triton
+    pytest tests/ops --device cuda            # all four on the GPU
+
+DLMKERN_TEST_BACKENDS=cpu,cuda chooses other legs, and ``--require-backends cpu,cuda`` fails a run in which one of them ran
+no test.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dlmkern
+from dlmkern.backends import registry
+
+ran: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("dlmkern")
+    group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the tensors of the tests are")
+    group.addoption(
+        "--require-backends",
+        default="",
+        metavar="NAMES",
+        help="fail unless at least one test passed or failed on each of these backends",
+    )
+
+
+def legs(config: pytest.Config) -> list[str]:
+    if names := os.environ.get("DLMKERN_TEST_BACKENDS"):
+        return names.split(",")
+    if config.getoption("--device") == "cuda":
+        return list(registry.BACKENDS)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return ["triton"]
+    return ["reference", "cpu", "cuda"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: there is no CUDA device")
+
+
+    torch.set_num_threads(1)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", legs(metafunc.config), indirect=True)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> torch.device:
+    return torch.device(pytestconfig.getoption("--device"))
+
+
+@pytest.fixture
+def backend(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Runs the test on this backend, with every output and scratch buffer full of garbage before the kernel runs.
+
+    The module of the test names its op as OP.
+    """
+    name: str = request.param
+    try:
+        with dlmkern.use_backend(name):
+            registry.resolve(request.module.OP, device, torch.float32)
+    except dlmkern.BackendUnavailableError as error:
+        pytest.skip(str(error))
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith(("dlmkern.reference.", "dlmkern.backends.", "dlmkern.triton_kernels.")):
+            if getattr(module, "torch", None) is torch:
+                monkeypatch.setattr(module, "torch", PoisonedTorch("torch"))
+    request.node.user_properties.append(("backend", name))
+    with dlmkern.use_backend(name):
+        yield name
+
+
+class PoisonedTorch(ModuleType):
+    """torch, but ``empty`` gives memory that is not zero by chance."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        x = torch.empty(*size, **options)
+        if x.dtype == torch.bool:
+            return x.copy_(torch.randint(2, x.shape, device=x.device))
+        return x.fill_(torch.nan if x.is_floating_point() else 0x5A)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.outcome != "skipped":
+        ran.update(value for key, value in report.user_properties if key == "backend")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if ran:
+        counts = ", ".join(f"{name} {ran[name]}" for name in registry.BACKENDS if ran[name])
+        terminalreporter.write_line(f"tests by backend on {config.getoption('--device')}: {counts}")
+    for name in _missing(config):
+        terminalreporter.write_line(f"--require-backends: no test ran on {name}", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput") and _missing(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _missing(config: pytest.Config) -> list[str]:
+    required = config.getoption("--require-backends")
+    return [name for name in required.split(",") if not ran[name]] if required else []
