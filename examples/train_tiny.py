@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from dlmkern.models import LLaDAConfig, LLaDAModelLM, chains4
 from dlmkern.models.llada import LLaDABlock, attention
@@ -80,7 +80,7 @@ def random_mask(size: int, generator: torch.Generator) -> Tensor:
 
 def masked_loss(logits: Tensor, answers: Tensor, masked: Tensor) -> Tensor:
     """Mean cross entropy over the masked tokens."""
-    return F.cross_entropy(logits[masked], answers[masked])
+    return cross_entropy(logits[masked], answers[masked])
 
 
 def plain_loss(model: LLaDAModelLM, generator: torch.Generator) -> Tensor:

@@ -15,8 +15,8 @@ import math
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
@@ -252,7 +252,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -
     if groups > 1:
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask)
+    return scaled_dot_product_attention(q, k, v, attn_mask=key_mask)
 
 
 class LLaDABlock(nn.Module):
@@ -290,8 +290,8 @@ class LLaDABlock(nn.Module):
         """The block's output `[B, n, d]` from its input `x` and what `attention` returned."""
         x = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
         h = self.ff_norm(x)
-        x = x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
-        return x
+        mlp: Tensor = self.ff_out(silu(self.ff_proj(h)) * self.up_proj(h))
+        return x + mlp
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], key_mask: Tensor | None) -> Tensor:
         q, k, v = self.qkv(x, rope)
@@ -323,7 +323,7 @@ class LLaDATransformer(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         """Logits `[B, n, embedding_size]` from the last block's output `x [B, n, d]`."""
         x = self.ln_f(x)
-        logits = F.linear(x, self.wte.weight) if self.config.weight_tying else self.ff_out(x)
+        logits = linear(x, self.wte.weight) if self.config.weight_tying else self.ff_out(x)
         return logits / math.sqrt(self.config.d_model) if self.config.scale_logits else logits
 
 
@@ -332,7 +332,6 @@ class LLaDAModelLM(PreTrainedModel):
 
     config_class = LLaDAConfig
     base_model_prefix = "model"
-    _no_split_modules = ["LLaDABlock"]
     _supports_sdpa = True
 
     def __init__(self, config: LLaDAConfig) -> None:

@@ -237,7 +237,7 @@ def test_lengths_are_not_read_while_tracing(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM])
 def test_auto_classes(auto: type) -> None:
     folder = DATA / "models/llada_seed0"
-    model = auto.from_pretrained(folder, dtype=torch.float32)
+    model = auto.from_pretrained(folder)
     assert type(model) is LLaDAModelLM
     input_ids = ids(1, 9)
     assert torch.equal(model(input_ids).logits, load_model(folder)(input_ids).logits)
