@@ -1,11 +1,12 @@
 // What every CUDA source includes. It has two lives: under nvcc it is the CUDA runtime; with DLMKERN_EMULATE
 // the same sources are compiled by a host C++ compiler against the emulator in tests/cuda_emulator.
 //
-// CUDA syntax that a host compiler can't parse is written with three macros:
+// What a host compiler can't parse, or would warn of, is written with macros:
 //
 //   DLMKERN_LAUNCH(kernel, grid, block, shared_bytes, stream)(arguments...);
 //   DLMKERN_SHARED(float[8], sums);            // __shared__ float sums[8];
 //   DLMKERN_DYNAMIC_SHARED(float, buffer);     // float* buffer: the launch's shared_bytes
+//   DLMKERN_UNROLL for (...)                   // #pragma unroll
 //
 // A grid of size zero is a launch error in CUDA; launchers return before it.
 #pragma once
@@ -33,5 +34,7 @@
 #define DLMKERN_DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dlmkern_dynamic_shared[]; \
   type* const name = reinterpret_cast<type*>(dlmkern_dynamic_shared)
+
+#define DLMKERN_UNROLL _Pragma("unroll")
 
 #endif

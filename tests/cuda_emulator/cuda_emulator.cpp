@@ -25,7 +25,7 @@ namespace {
 
 constexpr std::size_t kMaxThreads = 1024;
 constexpr std::size_t kMaxStaticShared = 48 * 1024;
-constexpr std::size_t kMaxDynamicSharedByDefault = 48 * 1024;
+constexpr std::size_t kMaxSharedByDefault = 48 * 1024;  // static and dynamic together
 constexpr std::size_t kMaxShared = 227 * 1024;
 constexpr std::size_t kRedZone = 64;
 constexpr unsigned char kPoison = 0xff;  // a NaN in every float format
@@ -108,7 +108,9 @@ class SharedMemory {
  public:
   SharedMemory() : bytes_(kMaxShared + 4096 * kRedZone) {}
 
-  void start_block(std::size_t dynamic_bytes) {
+  // `limit` bounds static and dynamic memory together.
+  void start_block(std::size_t dynamic_bytes, std::size_t limit) {
+    limit_ = limit;
     ASAN_POISON_MEMORY_REGION(bytes_.data(), bytes_.size());
     end_ = kRedZone;
     static_bytes_ = 0;
@@ -121,7 +123,7 @@ class SharedMemory {
   // Null when the block has no room left.
   void* place_static(std::size_t size, std::size_t alignment) {
     static_bytes_ += size;
-    if (static_bytes_ > kMaxStaticShared || static_bytes_ + dynamic_bytes_ > kMaxShared) return nullptr;
+    if (static_bytes_ > kMaxStaticShared || static_bytes_ + dynamic_bytes_ > limit_) return nullptr;
     return place(size, alignment);
   }
 
@@ -139,7 +141,7 @@ class SharedMemory {
   }
 
   std::vector<unsigned char> bytes_;
-  std::size_t end_ = 0, static_bytes_ = 0, dynamic_bytes_ = 0;
+  std::size_t end_ = 0, static_bytes_ = 0, dynamic_bytes_ = 0, limit_ = 0;
   void* dynamic_ = nullptr;
 };
 
@@ -204,6 +206,7 @@ class Scheduler {
 
  private:
   cudaError_t check(const LaunchShape& shape, const void* kernel);
+  std::size_t dynamic_shared_limit(const void* kernel) const;
   void run_block();
   void run_threads();
   void start_thread(std::size_t index);
@@ -251,9 +254,7 @@ cudaError_t Scheduler::check(const LaunchShape& shape, const void* kernel) {
     record(cudaErrorInvalidConfiguration,
            "block " + describe_index(block) + " has not 1..1024 threads (z up to 64)");
   } else {
-    const auto raised = dynamic_shared_limits.find(kernel);
-    const std::size_t limit =
-        raised == dynamic_shared_limits.end() ? kMaxDynamicSharedByDefault : raised->second;
+    const std::size_t limit = dynamic_shared_limit(kernel);
     if (shared_bytes > limit) {
       record(cudaErrorInvalidValue,
              std::to_string(shared_bytes) + " bytes of dynamic shared memory, but the kernel may take " +
@@ -261,6 +262,11 @@ cudaError_t Scheduler::check(const LaunchShape& shape, const void* kernel) {
     }
   }
   return error_;
+}
+
+std::size_t Scheduler::dynamic_shared_limit(const void* kernel) const {
+  const auto raised = dynamic_shared_limits.find(kernel);
+  return raised == dynamic_shared_limits.end() ? kMaxSharedByDefault : raised->second;
 }
 
 cudaError_t Scheduler::run(const LaunchShape& shape, const void* kernel, void (*run_thread)(const void*),
@@ -278,10 +284,12 @@ cudaError_t Scheduler::run(const LaunchShape& shape, const void* kernel, void (*
   warps_.resize((block_threads_ + kWarpSize - 1) / kWarpSize);
   coordinates = {{}, {}, shape.block, shape.grid};
 
+  const bool raised = dynamic_shared_limits.count(kernel) > 0;
+  const std::size_t shared_limit = raised ? kMaxShared : kMaxSharedByDefault;
   Turns turns(volume(shape.grid));
   for (const std::size_t block : turns.next_round(random_)) {
     coordinates.block = unravel(block, shape.grid);
-    shared_.start_block(shape.shared_bytes);
+    shared_.start_block(shape.shared_bytes, shared_limit);
     run_block();
     if (error_ != cudaSuccess) break;
   }
@@ -405,10 +413,10 @@ const std::uint64_t* Scheduler::exchange(const Call& call, unsigned mask, std::u
   for (Meeting& candidate : warp.meetings) {
     if (candidate.arrived == 0) {
       if (meeting == nullptr && candidate.unread == 0) meeting = &candidate;
-    } else if (candidate.mask & mask) {
-      if (candidate.mask != mask || !(candidate.call == call)) {
+    } else if (candidate.mask == mask) {
+      if (!(candidate.call == call)) {
         fail(cudaErrorLaunchFailure, "mismatched collective: " + describe_call(call) +
-                                         " while lanes of an overlapping mask wait in " +
+                                         " while lanes of the same mask wait in " +
                                          describe_call(candidate.call));
       }
       meeting = &candidate;
@@ -458,7 +466,8 @@ void* Scheduler::place_shared_array(std::size_t size, std::size_t alignment, con
   if (address == nullptr) {
     fail(cudaErrorLaunchFailure,
          describe_call({"the shared array", site}) +
-             " does not fit: a block has 48 KB of static and 227 KB of shared memory in all");
+             " does not fit: a block has 48 KB, or 227 KB with cudaFuncSetAttribute if no more than "
+             "48 KB of them are static");
   }
   return address;
 }

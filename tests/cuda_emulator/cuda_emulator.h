@@ -226,6 +226,9 @@ T atomic(T* address, const Site& site, Update update) {
 
 // ---- The language -----------------------------------------------------------------------------------------
 
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+
 #undef __shared__  // the toolkit's headers define it as nothing, which would make it a local variable
 #define __shared__ static_assert(false, "declare shared memory with DLMKERN_SHARED or DLMKERN_DYNAMIC_SHARED")
 
@@ -241,6 +244,8 @@ T atomic(T* address, const Site& site, Update update) {
 
 #define DLMKERN_DYNAMIC_SHARED(type, name) \
   type* const name = static_cast<type*>(dlmkern::emulator::dynamic_shared_memory())
+
+#define DLMKERN_UNROLL
 
 #define threadIdx (dlmkern::emulator::coordinates.thread)
 #define blockIdx (dlmkern::emulator::coordinates.block)
@@ -450,7 +455,9 @@ inline int __ffs(int value) { return __builtin_ffs(value); }
 // The C library declares functions of these names, so macros stand in front of them.
 #define __expf(value) ::expf(value)
 #define __logf(value) ::logf(value)
-#define __fdividef(numerator, denominator) ((numerator) / (denominator))
+
+// Never contracted with a neighbouring sum.
+inline double __dmul_rn(double a, double b) { return a * b; }
 
 // ---- The runtime ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,3 @@
+#include "dlmkern.h"
+
+extern "C" int dlmkern_has_cuda(void) { return 1; }
