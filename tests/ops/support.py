@@ -1,12 +1,16 @@
 """What the tests of the ops share."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+DATA = Path(__file__).parents[1] / "data"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,3 +66,24 @@ def assert_close(actual: Tensor, expected: np.ndarray, absolute: float, relative
 
 def opcheck(name: str, *arguments: Any) -> None:
     torch.library.opcheck(getattr(torch.ops.dlmkern, name).default, arguments)
+
+
+def depcap_cases(device: torch.device) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Settings and tensors of each recorded case of DepCap's official code."""
+    settings = json.loads((DATA / "depcap_ops.json").read_text())
+    tensors = load_file(DATA / "depcap_ops.safetensors", device=str(device))
+    cases = []
+    for case in settings:
+        prefix = f"case{case['case']:02d}."
+        own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        n = case["n_candidates"]
+        for name, shape in (
+            ("cand_idx", (n,)),
+            ("high", (n,)),
+            ("selected", (n,)),
+            ("D", (n, n)),
+            ("conflict", (n, n)),
+        ):
+            own.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=device))  # left out where empty
+        cases.append((case, own))
+    return cases

@@ -334,7 +334,12 @@ def test_errors() -> None:
         ((x,), {"tau_low": torch.zeros(2, device="meta")}, ValueError, "tau_low: expected device"),
         ((x,), {"gamma": nan}, ValueError, "gamma: expected a number"),
         ((x,), {"gamma": True}, TypeError, "gamma: expected a float"),
-        ((x,), {"token": token, "logsumexp": lse}, ValueError, "token, logsumexp: expected both, with logits"),
+        (
+            (x,),
+            {"token": token, "logsumexp": lse},
+            ValueError,
+            "token, logsumexp: expected both, with logits",
+        ),
         ((), {"logits": x, "token": token}, ValueError, "token, logsumexp: expected both"),
         ((), {"logits": x, "logsumexp": lse}, ValueError, "token, logsumexp: expected both"),
         ((), {"logits": x, "token": lse, "logsumexp": lse}, TypeError, "token: expected dtype"),

@@ -58,7 +58,9 @@ def test_the_sum_is_formed_in_float64(backend: str, device: torch.device) -> Non
 
 def test_special_values(backend: str, device: torch.device) -> None:
     inf, nan = math.inf, math.nan
-    logits = torch.tensor([[2.0, 0.0, -inf], [0.0, 2.0, 1.0], [nan, 0.0, 0.0], [0.0, -inf, 3.0]], device=device)
+    logits = torch.tensor(
+        [[2.0, 0.0, -inf], [0.0, 2.0, 1.0], [nan, 0.0, 0.0], [0.0, -inf, 3.0]], device=device
+    )
     expected = truth(logits)
     assert np.isnan(expected[2]).all()
     assert expected[0, 3] == -inf

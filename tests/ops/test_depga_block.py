@@ -59,7 +59,9 @@ def signals(batch: int, width: int, seed: int, device: torch.device) -> tuple[Te
 @pytest.mark.parametrize("width", [0, 1, 2, 3, 4, 5, 17, 64, 130])
 def test_against_truth(backend: str, device: torch.device, width: int, reflect: bool) -> None:
     lengths = set()
-    for seed, (lam, l_min, l_max) in enumerate([(1.2, 8, 128), (0.5, 1, 32), (1.0, 1, 7), (2.0, 3, 300), (0.0, 1, 200)]):
+    for seed, (lam, l_min, l_max) in enumerate(
+        [(1.2, 8, 128), (0.5, 1, 32), (1.0, 1, 7), (2.0, 3, 300), (0.0, 1, 200)]
+    ):
         kl, entropy = signals(4, width, seed, device)
         remaining = torch.tensor([0, 2, width, 1000], device=device)
         options = {"lam": lam, "l_min": l_min, "l_max": l_max}
@@ -135,9 +137,7 @@ def test_fault_windows_of_one_and_two_positions(backend: str, device: torch.devi
     # the interquartile range is 0 and 1e-15 takes its place: lengths stay defined and within the limits
     for width in (1, 2):
         kl, entropy = signals(5, width, width, device)
-        expected = [
-            truth(a, b, width, l_min=1) for a, b in zip(kl.tolist(), entropy.tolist(), strict=True)
-        ]
+        expected = [truth(a, b, width, l_min=1) for a, b in zip(kl.tolist(), entropy.tolist(), strict=True)]
         length = dlmkern.depga_block(kl, entropy, width, l_min=1)
         assert length.tolist() == expected
         assert ((length >= 1) & (length <= width)).all()
@@ -178,7 +178,9 @@ def test_length_stays_within_its_limits(
 ) -> None:
     kl, entropy = signals(1, width, seed, torch.device("cpu"))
     with dlmkern.use_backend(backend_name):
-        length = dlmkern.depga_block(kl, entropy, remaining, lam, l_min, l_min + extra, padding=padding).item()
+        length = dlmkern.depga_block(
+            kl, entropy, remaining, lam, l_min, l_min + extra, padding=padding
+        ).item()
     options = {"lam": lam, "l_min": l_min, "l_max": l_min + extra, "reflect": padding == "reflect"}
     assert length == truth(kl[0].tolist(), entropy[0].tolist(), remaining, **options)  # type: ignore[arg-type]
     assert min(l_min, remaining) <= length <= min(l_min + extra, remaining)

@@ -92,7 +92,9 @@ def test_against_truth(backend: str, device: torch.device, dtype: torch.dtype, v
             assert_close(value, expected[name], 2 * error_of_torch.max() + 4 * scale * ulp(torch.float32))
 
 
-def test_float64_confidence_tells_apart_what_float32_rounds_together(backend: str, device: torch.device) -> None:
+def test_float64_confidence_tells_apart_what_float32_rounds_together(
+    backend: str, device: torch.device
+) -> None:
     # 64 positions whose confidences lie about 2e-9 apart
     rest = 1e-3 * (1 + 2e-6 * np.random.default_rng(0).permutation(64))
     logits = torch.full((1, 64, 8), -torch.inf, dtype=torch.float64)
@@ -312,7 +314,9 @@ def test_gradients_stop(backend: str, device: torch.device) -> None:
 
 
 def test_lazily_negated_views(backend: str, device: torch.device) -> None:
-    x = torch.complex(torch.zeros(2, 6), make_logits((2, 6), torch.float32, torch.device("cpu"), 18)).to(device)
+    x = torch.complex(torch.zeros(2, 6), make_logits((2, 6), torch.float32, torch.device("cpu"), 18)).to(
+        device
+    )
     negated = x.conj().imag
     assert negated.is_neg()
     assert_same(dlmkern.token_stats(negated).token, (-x.imag).argmax(-1).cpu().numpy())

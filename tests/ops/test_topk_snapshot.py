@@ -33,7 +33,10 @@ def truth(logits: Tensor, k: int, banned: int | None = None) -> tuple[np.ndarray
 
 
 def check(snapshot: dlmkern.TopKSnapshot, expected: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    assert (snapshot.ids.dtype, snapshot.logp.dtype, snapshot.floor.dtype) == (torch.int64, *[torch.float64] * 2)
+    assert (snapshot.ids.dtype, snapshot.logp.dtype, snapshot.floor.dtype) == (
+        torch.int64,
+        *[torch.float64] * 2,
+    )
     assert_same(snapshot.ids, expected[0])
     assert_close(snapshot.logp, expected[1], 1e-6, relative=1e-6)
     assert_close(snapshot.floor, expected[2], 1e-6, relative=1e-6)
@@ -138,6 +141,8 @@ def test_errors() -> None:
 def test_registration_and_compilation(backend: str, device: torch.device) -> None:
     x = make_logits((2, 3, 9), torch.float32, device, 3)
     opcheck(OP, x, 4, 2)
-    compiled = torch.compile(lambda a: tuple(dlmkern.topk_snapshot(a, 4)), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda a: tuple(dlmkern.topk_snapshot(a, 4)), fullgraph=True, backend="aot_eager"
+    )
     for one, other in zip(compiled(x), dlmkern.topk_snapshot(x, 4), strict=True):
         assert torch.equal(one, other)
