@@ -32,8 +32,8 @@ install: $(VENV)/installed ## make the environment and build the project in it
 demo: install ## DepCap beside two baselines on the embedded model, and one answer step by step
 	@$(BIN)/python examples/demo.py
 
-test: install ## every test
-	@$(BIN)/python -m tests
+test: install ## every test; TEST="-k kl" passes options to pytest
+	@$(BIN)/python -m tests.run $(TEST)
 
 lint: $(VENV)/requirements ## style and types, as CI checks them
 	$(BIN)/ruff check .

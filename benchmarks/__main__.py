@@ -102,16 +102,18 @@ def measure(case: Case, device: torch.device, rounds: int, compiling: bool) -> I
         )
 
 
-def environment(device: torch.device, threads: int) -> dict[str, Any]:
-    """What the figures depend on."""
+def write(file: Path, device: torch.device, rows: list[Row]) -> None:
+    """What the figures depend on, and the figures. Called after each case, as a run may be cut short."""
     cuda = device.type == "cuda"
-    return {
+    environment = {
         "dlmkern": dlmkern.__version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
-        "threads": threads,
+        "threads": torch.get_num_threads(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+    document = {"environment": environment, "rows": [asdict(row) for row in rows]}
+    file.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def table(rows: list[Row]) -> Table:
@@ -153,10 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
         for case in cases(device, options.quick, options.op):
             progress.update(task, description=f"{case.op}, {case.detail}")
             rows += measure(case, device, rounds=5 if options.quick else 15, compiling=not options.quick)
+            if options.json:
+                write(options.json, device, rows)
     Console(width=None if sys.stdout.isatty() else 160).print(table(rows))
-    if options.json:
-        document = {"environment": environment(device, options.threads), "rows": [asdict(r) for r in rows]}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if rows and all(row.match for row in rows) else 1
 
 

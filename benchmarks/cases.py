@@ -1,5 +1,6 @@
 """What is timed: one generator of cases an op."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,7 +80,7 @@ def _conflict_free(
 
 
 def conflict_free(device: torch.device, quick: bool) -> Iterator[Case]:
-    gamma = -24.0  # a third of the pairs of random rows are in conflict
+    gamma = -2 * math.log(VOCABULARY) - 0.4  # a third of the pairs of random rows are in conflict
     for n in (32,) if quick else (32, 64, 128):
         logits = random_logits(n, torch.float32, device)
         stats = dlmkern.token_stats(logits)

@@ -1,0 +1,80 @@
+"""Every op once on a few awkward shapes, compared with the reference: what compute-sanitizer watches.
+
+``python -m benchmarks.shapes cuda`` names the backend; the tensors are on the GPU, or on the CPU for "cpu".
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dlmkern
+from benchmarks.__main__ import agree
+from dlmkern.backends import registry
+
+SHAPES = ((1, 1, 1), (2, 5, 33), (1, 40, 1031))  # [B, n, V]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def calls(device: torch.device) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Op, shape, and a call of it."""
+    generator = torch.Generator().manual_seed(0)
+    for batch, n, vocabulary in SHAPES:
+        for dtype in DTYPES:
+            shape = (batch, n, vocabulary)
+            logits, prev = ((4 * torch.randn(shape, generator=generator)).to(device, dtype) for _ in range(2))
+            with dlmkern.use_backend("reference"):
+                stats = dlmkern.token_stats(logits, prev)
+                conflict = dlmkern.conflict_matrix(logits, stats.token, stats.logsumexp) > -8
+                k = min(8, vocabulary)
+                curr, last = dlmkern.topk_snapshot(logits, k), dlmkern.topk_snapshot(prev, k)
+            yield from (
+                (op, f"{list(shape)} {dtype}", call)
+                for op, call in op_calls(logits, prev, stats, conflict, k, curr, last)
+            )
+
+
+def op_calls(
+    logits: Tensor,
+    prev: Tensor,
+    stats: dlmkern.TokenStats,
+    conflict: Tensor,
+    k: int,
+    curr: dlmkern.TopKSnapshot,
+    last: dlmkern.TopKSnapshot,
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    # Everything but the op itself has been computed by the reference, so a backend may lack some of the ops.
+    token, lse = stats.token, stats.logsumexp
+    yield "token_stats", lambda: dlmkern.token_stats(logits, prev)
+    yield "conflict_matrix", lambda: dlmkern.conflict_matrix(logits, token, lse)
+    yield "independent_set", lambda: dlmkern.independent_set(conflict, stats.confidence)
+    yield "cap_select", lambda: dlmkern.cap_select(logits=logits, token=token, logsumexp=lse, tau_low=0.1)
+    yield "topk_snapshot", lambda: dlmkern.topk_snapshot(logits, k)
+    yield "topk_kl", lambda: dlmkern.topk_kl(curr, last)
+    yield "depga_block", lambda: dlmkern.depga_block(stats.confidence, stats.entropy, 64)
+
+
+def main(backend: str) -> int:
+    device = torch.device("cpu" if backend in ("cpu", "reference") else "cuda")
+    wrong = ran = 0
+    for op, shape, call in calls(device):
+        try:
+            with dlmkern.use_backend(backend):
+                registry.resolve(op, device, torch.float32)
+                result = call()
+        except dlmkern.BackendUnavailableError:
+            continue
+        with dlmkern.use_backend("reference"):
+            expected = call()
+        ran += 1
+        if not agree(result, expected):
+            wrong += 1
+            print(f"{op} on {shape}: {backend} differs from the reference")
+    print(f"{ran} calls on {backend}, {wrong} wrong")
+    return 1 if wrong or not ran else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
