@@ -26,7 +26,7 @@ class BlockSchedule(Protocol):
         """Number of blocks of such an answer; None if the logits decide."""
 
     def window(self, remaining: int) -> int:
-        """How many positions' logits are needed to open a block with `remaining` positions to go."""
+        """How many positions' logits are needed to open a block with `remaining` positions to go; grows with them."""
 
     def comparison(self, state: State, width: int) -> tuple[Tensor | None, Tensor | None]:
         """Earlier logits `[B, m, V]` and rows `[B, width]` of them to which the opening ones are compared."""
@@ -187,7 +187,7 @@ def _gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _where_rows(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    # The window never grows, as it is bounded by the positions that remain: what is cut off is never needed.
+    # The window never grows, and it always covers what a row that is inside a block has to keep.
     return torch.where(condition.view(-1, *[1] * (new.dim() - 1)), new, old[:, : new.shape[1]])
 
 

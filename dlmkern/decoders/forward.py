@@ -87,11 +87,11 @@ class Forward:
         return windows
 
     def _window_of_equals(self, ids: Tensor, positions: Tensor, starts: Sequence[int]) -> Tensor:
-        """Windows of rows of the same length: a view if they are at the same place."""
+        """Windows of rows of the same length: a view if they are at the same place and do not run over the end."""
         # The copy is contiguous, and the callable may do with it what it wants.
         logits = self._check(self.model(ids.clone(memory_format=torch.contiguous_format)), ids.shape)
         width = positions.shape[1]
-        if min(starts) == max(starts):
+        if min(starts) == max(starts) and starts[0] + width <= ids.shape[1]:
             return logits[:, starts[0] : starts[0] + width]
         rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) * ids.shape[1] + positions
         return logits.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, positions.shape)

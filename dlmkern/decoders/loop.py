@@ -76,9 +76,12 @@ class Loop:
         """
         rows, plan = self.rows, self.plan
         blocks = plan.decoder.blocks
-        width = max(
-            blocks.window(row.end - row.block_start) if row.opening else row.block_length for row in rows
-        )
+        opens = any(row.opening for row in rows)
+        if opens:
+            # Rows inside a block count as well: what a schedule keeps of their opening pass must not be cut off.
+            width = max(blocks.window(row.end - row.block_start) for row in rows)
+        else:
+            width = max(row.block_length for row in rows)
         starts = [row.block_start for row in rows]
         lengths = [row.end for row in rows]
         state = self.state
@@ -90,7 +93,7 @@ class Loop:
             starts,
             lengths,
         )
-        state = step(logits, state, plan, opens=any(row.opening for row in rows))
+        state = step(logits, state, plan, opens)
         self._poll(state)
         self._drop_finished(state)
         return Advance([row.index for row in rows], starts, state)

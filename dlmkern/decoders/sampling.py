@@ -28,9 +28,9 @@ def uniform(seed: Tensor, position: Tensor, step: Tensor, stream: int) -> Tensor
     Returns:
         float64 of the broadcast shape, multiples of 2^-53.
     """
-    key = _mix(seed + (stream + 1) * _GOLDEN)
-    key = _mix(key ^ (position * _GOLDEN))
-    key = _mix(key + step * _GOLDEN)
+    key = _mix(seed + _GOLDEN)
+    key = _mix(key + position * _GOLDEN)
+    key = _mix(key + step * _GOLDEN + stream)
     return _shift(key, 11).to(torch.float64) * 2.0**-53
 
 

@@ -1,0 +1,101 @@
+"""Models that are cheap and exact, recorded decodings, and comparisons."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlmkern import decoders as d
+from dlmkern.generation import GenerationOutput
+
+DATA = Path(__file__).parents[1] / "data"
+MASK = 9
+VOCAB = 12
+
+
+class HashModel:
+    """Logits that depend on all tokens of a row and on nothing else, to the bit: a random row of a random table.
+
+    Position `i` of a row with ids `x` gets the table's row `(sum_j x_j * (7 j + 3) + 5 i) mod K`.
+    """
+
+    def __init__(self, vocab: int = VOCAB, peak: float = 6.0, seed: int = 0, size: int = 257) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn((size, vocab), generator=generator, dtype=torch.float64) * peak
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        position = torch.arange(ids.shape[1], device=ids.device)
+        key = (ids * (7 * position + 3)).sum(1, keepdim=True) + 5 * position
+        return self.table.to(ids.device)[key % self.table.shape[0]]
+
+
+def constant_model(logits: Tensor) -> Callable[[Tensor], Tensor]:
+    """Row `b` of the batch always gets `logits[b]`, whatever its tokens are."""
+
+    def model(ids: Tensor) -> Tensor:
+        return logits[: ids.shape[0], : ids.shape[1]].clone()
+
+    return model
+
+
+def same(a: GenerationOutput, b: GenerationOutput, row_a: int, row_b: int) -> bool:
+    """Whether two rows have been decoded in exactly the same way; confidences may differ by rounding."""
+    return (
+        a.sequences[row_a].tolist() == b.sequences[row_b].tolist()
+        and a.nfe[row_a] == b.nfe[row_b]
+        and a.block_lengths[row_a] == b.block_lengths[row_b]
+        and a.step_map[row_a].tolist() == b.step_map[row_b].tolist()
+        and a.reason[row_a].tolist() == b.reason[row_b].tolist()
+        and torch.allclose(a.confidence[row_a], b.confidence[row_b], rtol=1e-4, atol=1e-5, equal_nan=True)
+    )
+
+
+def recorded(name: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Prompts and uncached decodings by the official code of LLaDA, Fast-dLLM and DepCap.
+
+    The factor rule and the caches are left out.
+    """
+    with gzip.open(DATA / f"{name}.json.gz", "rt") as file:
+        data = json.load(file)
+    traces = [t for t in data["traces"] if t["fn"] == "generate" and t.get("mode") != "factor"]
+    return data["prompts"], traces
+
+
+def decoder_of(trace: dict[str, Any], compat: str | None) -> d.Decoder:
+    if "L_min" in trace:
+        return d.depcap(
+            lam=trace["lambda_u"],
+            l_min=trace["L_min"],
+            l_max=trace["L_max"],
+            tau_low=trace["tau_low"],
+            tau_high=trace["tau_high"],
+            gamma=trace["gamma"],
+            kl="topk",
+            topk=trace["topk_cache"],
+            compat=compat,
+        )
+    if trace["mode"] == "steps":
+        return d.vanilla(trace["block_length"], trace["steps"], compat=compat)
+    return d.threshold(trace["threshold"], trace["block_length"], compat=compat)
+
+
+def equals(output: GenerationOutput, prompt: list[int], trace: dict[str, Any]) -> bool:
+    ids = trace["ids"] if "ids" in trace else prompt + trace["answer_ids"]
+    blocks = trace.get("block_lengths") or block_lengths(trace["gen_length"], trace["block_length"])
+    return (
+        output.sequences[0].tolist() == ids
+        and output.nfe.tolist() == [trace["nfe"]] == [trace["nfe_forwards"]]
+        and output.step_map[0].tolist() == trace["decided_at_forward"]
+        and output.block_lengths[0] == blocks
+    )
+
+
+def block_lengths(gen_length: int, block_length: int) -> list[int]:
+    whole, rest = divmod(gen_length, block_length)
+    return [block_length] * whole + [rest] * (rest > 0)
