@@ -6,7 +6,7 @@
 //   DLMKERN_LAUNCH(kernel, grid, block, shared_bytes, stream)(arguments...);
 //   DLMKERN_SHARED(float[8], sums);            // __shared__ float sums[8];
 //   DLMKERN_DYNAMIC_SHARED(float, buffer);     // float* buffer: the launch's shared_bytes
-//   DLMKERN_UNROLL for (...)                   // #pragma unroll
+//   DLMKERN_UNROLL for (...)                   // #pragma unroll; DLMKERN_NO_UNROLL: unroll 1
 //
 // A grid of size zero is a launch error in CUDA; launchers return before it.
 #pragma once
@@ -36,5 +36,6 @@
   type* const name = reinterpret_cast<type*>(dlmkern_dynamic_shared)
 
 #define DLMKERN_UNROLL _Pragma("unroll")
+#define DLMKERN_NO_UNROLL _Pragma("unroll 1")
 
 #endif

@@ -9,9 +9,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kElements = 16;             // what a lane holds of a row at a time
-constexpr int kTile = kElements * kWarp;  // and a warp
-constexpr int64_t kMinSplit = 2 * kWarps * kTile;
+constexpr int64_t kMinSplit = 4096;      // elements, below which a block isn't worth its start
 constexpr int64_t kTargetBlocks = 1024;  // enough to fill a large GPU several times
 constexpr int64_t kShortRow = 1024;      // up to this V all arithmetic is in float64
 
@@ -101,16 +99,28 @@ __device__ Partial shuffle_down(const Partial& p, int offset) {
 // ---- Reading a row
 // -----------------------------------------------------------------------------------------
 
-template <class T>
+// A lane holds N elements of a row at a time: 32 bytes of one or two rows. Arithmetic in float64 needs many
+// registers, and short rows little speed.
+template <class T, class Real, bool kHasPrev>
+constexpr int kElements = std::is_same_v<Real, float> ? (kHasPrev ? 16 : 32) / sizeof(T) : 1;
+
+// The lanes of a warp read a tile of N vectors or fewer each.
+template <class T, int N>
 struct Row {
-  static constexpr int kVector = 16 / sizeof(T);  // elements in 16 bytes
+  static constexpr int kTile = N * kWarp;
+  static constexpr int kVector = N < 16 / static_cast<int>(sizeof(T)) ? N : 16 / static_cast<int>(sizeof(T));
+
+  struct alignas(kVector * sizeof(T)) Vector {
+    T values[kVector];
+  };
 
   const T* data;
   int64_t stride, V;
 
-  // How many elements the last 16-byte boundary lies before the row; 0 for rows that aren't read by vectors.
+  // How many elements the last boundary of a vector lies before the row; 0 for rows that aren't read by
+  // vectors.
   __device__ int offset() const {
-    const auto bytes = reinterpret_cast<uintptr_t>(data) % 16;
+    const auto bytes = reinterpret_cast<uintptr_t>(data) % sizeof(Vector);
     return stride == 1 && bytes % sizeof(T) == 0 ? static_cast<int>(bytes / sizeof(T)) : 0;
   }
 
@@ -120,27 +130,25 @@ struct Row {
   }
 
   // Reads the tile that begins at index `first`, with -inf outside the row and for the banned token.
-  __device__ void read(int64_t first, int64_t banned, float (&x)[kElements]) const {
+  __device__ void read(int64_t first, int64_t banned, float (&x)[N]) const {
     const bool whole = first >= 0 && first + kTile <= V;
-    if (whole && stride == 1 && reinterpret_cast<uintptr_t>(data + first) % 16 == 0) {
+    if (whole && stride == 1 && reinterpret_cast<uintptr_t>(data + first) % sizeof(Vector) == 0) {
       DLMKERN_UNROLL
-      for (int e = 0; e < kElements; e += kVector) {
-        const uint4 bits = __ldg(reinterpret_cast<const uint4*>(data + first + place(e)));
-        T values[kVector];
-        memcpy(static_cast<void*>(values), &bits, sizeof bits);
+      for (int e = 0; e < N; e += kVector) {
+        const Vector vector = *reinterpret_cast<const Vector*>(data + first + place(e));
         DLMKERN_UNROLL
-        for (int k = 0; k < kVector; ++k) x[e + k] = to_float(values[k]);
+        for (int k = 0; k < kVector; ++k) x[e + k] = to_float(vector.values[k]);
       }
     } else {
       DLMKERN_UNROLL
-      for (int e = 0; e < kElements; ++e) {
+      for (int e = 0; e < N; ++e) {
         const int64_t v = first + place(e);
         x[e] = v >= 0 && v < V ? to_float(data[v * stride]) : -INFINITY;
       }
     }
     if (banned >= first && banned < first + kTile) {
       DLMKERN_UNROLL
-      for (int e = 0; e < kElements; ++e) {
+      for (int e = 0; e < N; ++e) {
         if (first + place(e) == banned) x[e] = -INFINITY;
       }
     }
@@ -160,17 +168,20 @@ __device__ float max_over_warp(float value) {
 // A lane's view of what its warp has read. The maxima and `best` are the same in all lanes.
 template <class T, class Real, bool kHasPrev>
 struct Scan {
+  static constexpr int N = kElements<T, Real, kHasPrev>;
+  using TheRow = Row<T, N>;
+
   float max = -INFINITY, prev_max = -INFINITY;
   int64_t best = -1;
   Sums<Real> sums{};
   bool prev_zero = false;
 
   // Takes a tile; x is used up. All lanes.
-  __device__ void take(int64_t first, float (&x)[kElements], const float (&y)[kElements]) {
+  __device__ void take(int64_t first, float (&x)[N], const float (&y)[N]) {
     if (__all_sync(kAllLanes, is_negligible(x, y))) return;
     float top = -INFINITY, prev_top = -INFINITY;
     DLMKERN_UNROLL
-    for (int e = 0; e < kElements; ++e) {
+    for (int e = 0; e < N; ++e) {
       top = fmaxf(top, x[e]);
       if constexpr (kHasPrev) prev_top = fmaxf(prev_top, y[e]);
     }
@@ -187,11 +198,11 @@ struct Scan {
 
  private:
   // A NaN isn't.
-  __device__ bool is_negligible(const float (&x)[kElements], const float (&y)[kElements]) const {
+  __device__ bool is_negligible(const float (&x)[N], const float (&y)[N]) const {
     const float limit = max - kNegligible<Real>;
     bool negligible = true;
     DLMKERN_UNROLL
-    for (int e = 0; e < kElements; ++e) {
+    for (int e = 0; e < N; ++e) {
       negligible = negligible && x[e] <= limit;
       if constexpr (kHasPrev) {
         negligible = negligible && y[e] <= prev_max - kNegligible<Real> && y[e] >= prev_max - kDeep;
@@ -200,8 +211,7 @@ struct Scan {
     return negligible;
   }
 
-  __device__ void raise(int64_t first, float top, float prev_top, float (&x)[kElements],
-                        const float (&y)[kElements]) {
+  __device__ void raise(int64_t first, float top, float prev_top, float (&x)[N], const float (&y)[N]) {
     const float old_max = max, old_prev_max = prev_max;
     max = fmaxf(max, max_over_warp(top));
     if constexpr (kHasPrev) prev_max = fmaxf(prev_max, max_over_warp(prev_top));
@@ -209,10 +219,10 @@ struct Scan {
     sums.rebase(shift_between<Real>(old_max, max), shift_between<Real>(old_prev_max, prev_max), still_best);
     if (still_best) return;
 
-    unsigned place = kTile;
+    unsigned place = TheRow::kTile;
     DLMKERN_UNROLL
-    for (int e = kElements - 1; e >= 0; --e) {
-      if (x[e] == max) place = Row<T>::place(e);
+    for (int e = N - 1; e >= 0; --e) {
+      if (x[e] == max) place = TheRow::place(e);
     }
     const unsigned best_place = __reduce_min_sync(kAllLanes, place);
     best = first + best_place;
@@ -220,7 +230,7 @@ struct Scan {
     if (!sums.has_best) return;
     bool found = false;
     DLMKERN_UNROLL
-    for (int e = 0; e < kElements; ++e) {
+    for (int e = 0; e < N; ++e) {
       if (found || x[e] != max) continue;
       found = true;
       x[e] = -INFINITY;  // accounted for here
@@ -238,11 +248,11 @@ struct Scan {
     return ratio == -INFINITY ? Real{-1e30f} : ratio;
   }
 
-  __device__ void add(const float (&x)[kElements], const float (&y)[kElements]) {
+  __device__ void add(const float (&x)[N], const float (&y)[N]) {
     const Real base = max > -INFINITY ? Real{max} : Real{0};
     const Real prev_base = prev_max > -INFINITY ? Real{prev_max} : Real{0};
     DLMKERN_UNROLL
-    for (int e = 0; e < kElements; ++e) {
+    for (int e = 0; e < N; ++e) {
       const Real log_ratio = Real{x[e]} - base;
       const Real term = exp_of_term(log_ratio);
       const Real finite_log_ratio =
@@ -299,24 +309,26 @@ struct Arguments {
 };
 
 template <class T, class Real, bool kHasPrev>
-__global__ void __launch_bounds__(kThreads, std::is_same_v<Real, float> ? 5 : 2) scan_rows(Arguments<T> a) {
+__global__ void __launch_bounds__(kThreads, 4) scan_rows(Arguments<T> a) {
   DLMKERN_SHARED(Partial[kWarps], of_warp);
   const unsigned split = blockIdx.x % a.splits;
   const int64_t row_index = blockIdx.x / a.splits, b = row_index / a.n, i = row_index % a.n;
   const int warp = static_cast<int>(threadIdx.x / kWarp);
 
-  const Row<T> row{a.logits.address(b, i), a.logits.stride[2], a.V};
+  using TheScan = Scan<T, Real, kHasPrev>;
+  using TheRow = typename TheScan::TheRow;
+  const TheRow row{a.logits.address(b, i), a.logits.stride[2], a.V};
   // A row without an earlier one is compared with itself, and the result discarded.
   const bool has_prev = kHasPrev && a.has_prev(b, i);
-  const Row<T> prev =
-      has_prev ? Row<T>{a.prev_logits.address(b, a.prev_row(b, i)), a.prev_logits.stride[2], a.V} : row;
+  const TheRow prev =
+      has_prev ? TheRow{a.prev_logits.address(b, a.prev_row(b, i)), a.prev_logits.stride[2], a.V} : row;
 
-  const int64_t tiles = divide_up<int64_t>(row.offset() + a.V, kTile);
+  const int64_t tiles = divide_up<int64_t>(row.offset() + a.V, TheRow::kTile);
   const int64_t end = tiles * (split + 1) / a.splits;
-  Scan<T, Real, kHasPrev> scan;
+  TheScan scan;
   for (int64_t tile = tiles * split / a.splits + warp; tile < end; tile += kWarps) {
-    const int64_t first = tile * kTile - row.offset();
-    float x[kElements], y[kElements];
+    const int64_t first = tile * TheRow::kTile - row.offset();
+    float x[TheScan::N], y[TheScan::N];
     row.read(first, a.banned, x);
     if constexpr (kHasPrev) prev.read(first, a.banned, y);
     scan.take(first, x, y);
@@ -326,7 +338,8 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<Real, float> ? 5 : 2)
   if (threadIdx.x % kWarp == 0) of_warp[warp] = of_this_warp;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  Partial result = of_this_warp;
+  Partial result = of_warp[0];
+  DLMKERN_NO_UNROLL
   for (int w = 1; w < kWarps; ++w) result.merge(of_warp[w]);
   if (a.splits == 1) {
     a.outputs.write(result, has_prev, b, i);

@@ -246,6 +246,7 @@ T atomic(T* address, const Site& site, Update update) {
   type* const name = static_cast<type*>(dlmkern::emulator::dynamic_shared_memory())
 
 #define DLMKERN_UNROLL
+#define DLMKERN_NO_UNROLL
 
 #define threadIdx (dlmkern::emulator::coordinates.thread)
 #define blockIdx (dlmkern::emulator::coordinates.block)
