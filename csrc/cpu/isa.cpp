@@ -9,6 +9,11 @@
 namespace dlmkern {
 namespace {
 
+#if defined(DLMKERN_HAS_AVX2)
+// Every processor with AVX2 has F16C, which not all compilers can ask for.
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#endif
+
 struct Isa {
   const char* name;
   bool (*supported)();
@@ -26,24 +31,15 @@ const Isa kIsas[] = {
      &avx512::kTable},
 #endif
 #if defined(DLMKERN_HAS_AVX2)
-    {"avx2",
-     [] {
-       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
-     },
-     &avx2::kTable},
+    {"avx2", has_avx2, &avx2::kTable},
+#endif
+#if defined(DLMKERN_HAS_AVX512_ON_AVX2)
+    {"avx512-on-avx2", has_avx2, &avx512_on_avx2::kTable},
 #endif
     {"portable", [] { return true; }, &portable::kTable},
 };
 
 const char* const kKnownNames[] = {"avx512", "avx2", "portable"};
-
-const Isa* best() {
-  for (const Isa& isa : kIsas) {
-    if (isa.supported()) return &isa;
-  }
-  return nullptr;  // not reached: portable always is
-}
 
 // Returns an error code if `name` is not to be had.
 int look_up(const char* name, const Isa** found) {
@@ -60,17 +56,28 @@ int look_up(const char* name, const Isa** found) {
   return DLMKERN_ERROR_VALUE;
 }
 
+// What the environment names, NULL if that is not to be had; else the best.
+const Isa* choose() {
+  const char* const name = std::getenv("DLMKERN_CPU_ISA");
+  const Isa* isa = nullptr;
+  if (name != nullptr && *name != '\0') {
+    look_up(name, &isa);
+    return isa;
+  }
+  for (const Isa& candidate : kIsas) {
+    if (candidate.supported()) return &candidate;
+  }
+  return nullptr;  // not reached: the portable one is always supported
+}
+
 std::atomic<const Isa*>& current() {
-  static std::atomic<const Isa*> isa = [] {
-    const Isa* chosen = best();
-    const char* const name = std::getenv("DLMKERN_CPU_ISA");
-    if (name != nullptr) look_up(name, &chosen);
-    return chosen;
-  }();
+  static std::atomic<const Isa*> isa = choose();
   return isa;
 }
 
 }  // namespace
+
+int check_isa() { return current().load() == nullptr ? DLMKERN_ERROR_UNAVAILABLE : DLMKERN_OK; }
 
 const RowKernels& row_kernels(int32_t dtype) {
   const RowKernelTable& table = *current().load()->kernels;
@@ -80,7 +87,10 @@ const RowKernels& row_kernels(int32_t dtype) {
 
 }  // namespace dlmkern
 
-extern "C" const char* dlmkern_cpu_isa(void) { return dlmkern::current().load()->name; }
+extern "C" const char* dlmkern_cpu_isa(void) {
+  const dlmkern::Isa* const isa = dlmkern::current().load();
+  return isa != nullptr ? isa->name : "unavailable";
+}
 
 extern "C" int dlmkern_cpu_set_isa(const char* name) {
   if (name == nullptr) return DLMKERN_ERROR_NULL;

@@ -5,7 +5,10 @@
 
 namespace dlmkern {
 
-// The loops for float32, bfloat16 or float16 rows.
+// An error if the environment asks for an instruction set that is not to be had.
+int check_isa();
+
+// The loops for float32, bfloat16 or float16 rows; after check_isa().
 const RowKernels& row_kernels(int32_t dtype);
 
 }  // namespace dlmkern

@@ -112,6 +112,7 @@ extern "C" int dlmkern_cpu_token_stats(const dlmkern_view* logits, const dlmkern
   for (const dlmkern_view* statistic : {confidence, logsumexp, entropy, kl}) {
     DLMKERN_TRY(check_optional_output(statistic, kReal, {B, n}));
   }
+  DLMKERN_TRY(check_isa());
   return guarded([&] {
     const Arguments arguments{*logits,   prev_logits, prev_rows, banned_token, token, confidence,
                               logsumexp, entropy,     kl};

@@ -68,11 +68,19 @@ double mass_below(const Row<T>& row, int64_t V, int64_t banned, double max, doub
   return mass;
 }
 
-// How many logits equal `value`.
+// How many logits equal `value`, the banned one left out.
 template <class T>
 int64_t count_equal(const Row<T>& row, int64_t V, int64_t banned, double value) {
   int64_t count = 0;
-  for (int64_t v = 0; v < V; ++v) count += v != banned && row[v] == value;
+  for (int64_t v = 0; v < V; ++v) {
+    if constexpr (!std::is_same_v<T, double>) {
+      if (row.stride == 1) {
+        v += row_kernels(DtypeOf<T>::value).find(row.data + v, V - v, static_cast<float>(value));
+        if (v == V) break;
+      }
+    }
+    count += v != banned && row[v] == value;
+  }
   return count;
 }
 
@@ -123,6 +131,7 @@ extern "C" int dlmkern_cpu_topk_snapshot(const dlmkern_view* logits, int64_t ban
   if (k < 1 || k > V - (banned_token >= 0 ? 1 : 0)) return DLMKERN_ERROR_SHAPE;
   DLMKERN_TRY(check_output(logp, kFloat64, {B, n, k}));
   DLMKERN_TRY(check_output(floor, kFloat64, {B, n}));
+  DLMKERN_TRY(check_isa());
   return guarded([&] {
     const int64_t rows = B * n;
     std::vector<Entry> best(static_cast<size_t>(rows * k));

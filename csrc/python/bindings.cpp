@@ -65,6 +65,9 @@ namespace {
 void raise_error(const char* function, int code) {
   std::string message = std::string(function) + ": " + dlmkern_error_string(code);
   if (code <= DLMKERN_ERROR_CUDA) message += " (cudaError " + std::to_string(DLMKERN_ERROR_CUDA - code) + ")";
+  if (code == DLMKERN_ERROR_UNAVAILABLE && dlmkern_cpu_isa() == std::string("unavailable")) {
+    message += ": DLMKERN_CPU_ISA names an instruction set that is not to be had";
+  }
   switch (code) {
     case DLMKERN_ERROR_NULL:
     case DLMKERN_ERROR_SHAPE:

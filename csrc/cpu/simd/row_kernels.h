@@ -53,5 +53,8 @@ extern const RowKernelTable kTable;
 namespace avx512 {
 extern const RowKernelTable kTable;
 }
+namespace avx512_on_avx2 {  // only in test builds: the loops of AVX-512's width in AVX2's instructions
+extern const RowKernelTable kTable;
+}
 
 }  // namespace dlmkern

@@ -8,7 +8,7 @@
 
 #include "dtype.h"
 
-#if defined(__F16C__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -29,9 +29,26 @@ struct Pair {
 
 static inline Floats splat(float value) { return value - Floats{}; }
 
-// If either is NaN, the second.
+// The larger or the smaller of two; if either is NaN, the second. Compilers don't see that the conditional
+// operator on vectors is x86's instruction for it. (Some AVX-512 intrinsics have a mask because GCC 12 warns
+// inside the plain ones.)
+#if defined(__AVX512F__) && DLMKERN_VECTOR_BYTES == 64
+static inline Floats larger(Floats a, Floats b) {
+  return (Floats)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+}
+static inline Floats smaller(Floats a, Floats b) {
+  return (Floats)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+}
+#elif defined(__AVX__) && DLMKERN_VECTOR_BYTES == 32
+static inline Floats larger(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
+#elif defined(__SSE2__) && DLMKERN_VECTOR_BYTES == 16
+static inline Floats larger(Floats a, Floats b) { return (Floats)_mm_max_ps((__m128)a, (__m128)b); }
+static inline Floats smaller(Floats a, Floats b) { return (Floats)_mm_min_ps((__m128)a, (__m128)b); }
+#else
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 static inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+#endif
 
 template <class Vector>
 static inline Vector load_vector(const void* address) {
@@ -59,7 +76,6 @@ static inline Pair load_pair(const Float16* address) {
 #elif defined(__AVX512F__) && DLMKERN_VECTOR_BYTES == 64
 static inline Pair load_pair(const Float16* address) {
   const auto* const halves = reinterpret_cast<const __m256i*>(address);
-  // With a mask because GCC 12 warns inside the plain intrinsic.
   return {(Floats)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(halves)),
           (Floats)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(halves + 1))};
 }
