@@ -1,4 +1,4 @@
-"""Train the embedded model: `python examples/train_tiny.py OUT`. Takes about ten minutes on one core.
+"""Train the embedded model: `python examples/train_tiny.py OUT`. Takes a quarter of an hour on one core.
 
 The result is a folder in LLaDA's official format. The same seed on the same machine gives the same bytes,
 which is why a single thread is used.

@@ -172,7 +172,7 @@ def test_cached_loss_equals_the_plain_forward_when_nothing_is_stale(script: dict
 
     cached_loss.__globals__["random_mask"] = lambda size, generator: torch.ones(64, size, dtype=torch.bool)
     cached_loss.__globals__["masked_loss"] = plain
-    for seed in range(6):
+    for seed in range(4):
         with torch.no_grad():
             cached_loss(model, torch.Generator().manual_seed(seed))
             logits, _ = seen.pop()
