@@ -18,7 +18,7 @@ struct Arguments {
   void* workspace;
 
   __device__ double log_probability(int64_t b, int i, int64_t v) const {
-    const double x = to_double(input(b, i, v));
+    const double x = widen(input(b, i, v));
     return logsumexp ? x - logsumexp.read(b, i) : log(x);
   }
 
@@ -26,7 +26,7 @@ struct Arguments {
   __device__ double confidence_of(int64_t b, int i) const {
     const int64_t v = token(b, i);
     if (v < 0 || v >= V) return NAN;
-    const double x = to_double(input(b, i, v));
+    const double x = widen(input(b, i, v));
     return logsumexp ? exp(x - logsumexp.read(b, i)) : x;
   }
 };

@@ -17,7 +17,7 @@ struct Arguments {
   __device__ double log_probability(int64_t b, int64_t i, int64_t j) const {
     const int64_t v = token(b, j);
     if (v < 0 || v >= V) return NAN;
-    return to_double(logits(b, i, v)) - logsumexp.read(b, i);
+    return static_cast<double>(widen(logits(b, i, v))) - logsumexp.read(b, i);
   }
 };
 

@@ -11,7 +11,7 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int64_t kMinSplit = 4096;      // elements, below which a block isn't worth its start
 constexpr int64_t kTargetBlocks = 1024;  // enough to fill a large GPU several times
-constexpr int64_t kShortRow = 1024;      // up to this V all arithmetic is in float64
+constexpr int64_t kShortRow = 1024;      // up to this V, and for float64 logits, all arithmetic is in float64
 
 // Terms below exp(-kNegligible) of the largest are left out: 2^18 of them change a sum, which is at least 1,
 // by less than 1.2e-12 (in a short row by less than 1e-31). They are kept where the earlier logit is more
@@ -130,20 +130,20 @@ struct Row {
   }
 
   // Reads the tile that begins at index `first`, with -inf outside the row and for the banned token.
-  __device__ void read(int64_t first, int64_t banned, float (&x)[N]) const {
+  __device__ void read(int64_t first, int64_t banned, Wide<T> (&x)[N]) const {
     const bool whole = first >= 0 && first + kTile <= V;
     if (whole && stride == 1 && reinterpret_cast<uintptr_t>(data + first) % sizeof(Vector) == 0) {
       DLMKERN_UNROLL
       for (int e = 0; e < N; e += kVector) {
         const Vector vector = *reinterpret_cast<const Vector*>(data + first + place(e));
         DLMKERN_UNROLL
-        for (int k = 0; k < kVector; ++k) x[e + k] = to_float(vector.values[k]);
+        for (int k = 0; k < kVector; ++k) x[e + k] = widen(vector.values[k]);
       }
     } else {
       DLMKERN_UNROLL
       for (int e = 0; e < N; ++e) {
         const int64_t v = first + place(e);
-        x[e] = v >= 0 && v < V ? to_float(data[v * stride]) : -INFINITY;
+        x[e] = v >= 0 && v < V ? widen(data[v * stride]) : -INFINITY;
       }
     }
     if (banned >= first && banned < first + kTile) {
@@ -158,9 +158,10 @@ struct Row {
 // ---- One warp's part of a row
 // ------------------------------------------------------------------------------
 
-__device__ float max_over_warp(float value) {
+template <class Value>
+__device__ Value max_over_warp(Value value) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, offset));
+    value = fmax(value, __shfl_xor_sync(kAllLanes, value, offset));
   }
   return value;
 }
@@ -170,20 +171,21 @@ template <class T, class Real, bool kHasPrev>
 struct Scan {
   static constexpr int N = kElements<T, Real, kHasPrev>;
   using TheRow = Row<T, N>;
+  using Value = Wide<T>;
 
-  float max = -INFINITY, prev_max = -INFINITY;
+  Value max = -INFINITY, prev_max = -INFINITY;
   int64_t best = -1;
   Sums<Real> sums{};
   bool prev_zero = false;
 
   // Takes a tile; x is used up. All lanes.
-  __device__ void take(int64_t first, float (&x)[N], const float (&y)[N]) {
+  __device__ void take(int64_t first, Value (&x)[N], const Value (&y)[N]) {
     if (__all_sync(kAllLanes, is_negligible(x, y))) return;
-    float top = -INFINITY, prev_top = -INFINITY;
+    Value top = -INFINITY, prev_top = -INFINITY;
     DLMKERN_UNROLL
     for (int e = 0; e < N; ++e) {
-      top = fmaxf(top, x[e]);
-      if constexpr (kHasPrev) prev_top = fmaxf(prev_top, y[e]);
+      top = fmax(top, x[e]);
+      if constexpr (kHasPrev) prev_top = fmax(prev_top, y[e]);
     }
     if (__any_sync(kAllLanes, top > max || prev_top > prev_max)) raise(first, top, prev_top, x, y);
     add(x, y);
@@ -198,8 +200,8 @@ struct Scan {
 
  private:
   // A NaN isn't.
-  __device__ bool is_negligible(const float (&x)[N], const float (&y)[N]) const {
-    const float limit = max - kNegligible<Real>;
+  __device__ bool is_negligible(const Value (&x)[N], const Value (&y)[N]) const {
+    const Value limit = max - kNegligible<Real>;
     bool negligible = true;
     DLMKERN_UNROLL
     for (int e = 0; e < N; ++e) {
@@ -211,10 +213,10 @@ struct Scan {
     return negligible;
   }
 
-  __device__ void raise(int64_t first, float top, float prev_top, float (&x)[N], const float (&y)[N]) {
-    const float old_max = max, old_prev_max = prev_max;
-    max = fmaxf(max, max_over_warp(top));
-    if constexpr (kHasPrev) prev_max = fmaxf(prev_max, max_over_warp(prev_top));
+  __device__ void raise(int64_t first, Value top, Value prev_top, Value (&x)[N], const Value (&y)[N]) {
+    const Value old_max = max, old_prev_max = prev_max;
+    max = fmax(max, max_over_warp(top));
+    if constexpr (kHasPrev) prev_max = fmax(prev_max, max_over_warp(prev_top));
     const bool still_best = max == old_max;
     sums.rebase(shift_between<Real>(old_max, max), shift_between<Real>(old_prev_max, prev_max), still_best);
     if (still_best) return;
@@ -243,12 +245,12 @@ struct Scan {
 
   // A finite stand-in for -inf: its product with a term of 0 must be 0, and with another term it doesn't
   // matter, because prev_zero decides.
-  __device__ Real log_ratio_to_prev_max(float y) const {
+  __device__ Real log_ratio_to_prev_max(Value y) const {
     const Real ratio = Real{y} - (prev_max > -INFINITY ? Real{prev_max} : Real{0});
     return ratio == -INFINITY ? Real{-1e30f} : ratio;
   }
 
-  __device__ void add(const float (&x)[N], const float (&y)[N]) {
+  __device__ void add(const Value (&x)[N], const Value (&y)[N]) {
     const Real base = max > -INFINITY ? Real{max} : Real{0};
     const Real prev_base = prev_max > -INFINITY ? Real{prev_max} : Real{0};
     DLMKERN_UNROLL
@@ -328,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 4) scan_rows(Arguments<T> a) {
   TheScan scan;
   for (int64_t tile = tiles * split / a.splits + warp; tile < end; tile += kWarps) {
     const int64_t first = tile * TheRow::kTile - row.offset();
-    float x[TheScan::N], y[TheScan::N];
+    Wide<T> x[TheScan::N], y[TheScan::N];
     row.read(first, a.banned, x);
     if constexpr (kHasPrev) prev.read(first, a.banned, y);
     scan.take(first, x, y);
@@ -393,7 +395,6 @@ extern "C" int dlmkern_cuda_token_stats(const dlmkern_view* logits, const dlmker
                                         const dlmkern_view* kl, void* workspace, size_t workspace_bytes,
                                         void* stream) {
   DLMKERN_TRY(check_rows(logits));
-  if (logits->dtype == DLMKERN_FLOAT64) return DLMKERN_ERROR_DTYPE;
   const int64_t B = logits->shape[0], n = logits->shape[1], V = logits->shape[2];
   DLMKERN_TRY(check_optional_input(prev_logits, dtype_bit(logits->dtype), {B, prev_rows ? kAnySize : n, V}));
   if (prev_rows != nullptr && prev_logits == nullptr) return DLMKERN_ERROR_NULL;
@@ -410,28 +411,26 @@ extern "C" int dlmkern_cuda_token_stats(const dlmkern_view* logits, const dlmker
 
   return with_float_type(logits->dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if constexpr (std::is_same_v<T, double>) {
-      return static_cast<int>(DLMKERN_ERROR_DTYPE);
-    } else {
-      const bool wants_kl = kl != nullptr && prev_logits != nullptr;
-      const Arguments<T> arguments{tensor_of<const T>(logits),
-                                   tensor_of<const T>(wants_kl ? prev_logits : nullptr),
-                                   tensor_of<const int64_t>(prev_rows),
-                                   n,
-                                   prev_logits != nullptr ? prev_logits->shape[1] : 0,
-                                   V,
-                                   banned_token,
-                                   static_cast<unsigned>(splits),
-                                   static_cast<Partial*>(workspace),
-                                   {tensor_of<int64_t>(token), real_tensor_of(confidence),
-                                    real_tensor_of(logsumexp), real_tensor_of(entropy), real_tensor_of(kl)}};
-      const auto queue = static_cast<cudaStream_t>(stream);
-      if (V <= kShortRow) {
-        return wants_kl ? run<T, double, true>(arguments, B * n, queue)
-                        : run<T, double, false>(arguments, B * n, queue);
+    const bool wants_kl = kl != nullptr && prev_logits != nullptr;
+    const Arguments<T> arguments{tensor_of<const T>(logits),
+                                 tensor_of<const T>(wants_kl ? prev_logits : nullptr),
+                                 tensor_of<const int64_t>(prev_rows),
+                                 n,
+                                 prev_logits != nullptr ? prev_logits->shape[1] : 0,
+                                 V,
+                                 banned_token,
+                                 static_cast<unsigned>(splits),
+                                 static_cast<Partial*>(workspace),
+                                 {tensor_of<int64_t>(token), real_tensor_of(confidence),
+                                  real_tensor_of(logsumexp), real_tensor_of(entropy), real_tensor_of(kl)}};
+    const auto queue = static_cast<cudaStream_t>(stream);
+    if constexpr (!std::is_same_v<T, double>) {
+      if (V > kShortRow) {
+        return wants_kl ? run<T, float, true>(arguments, B * n, queue)
+                        : run<T, float, false>(arguments, B * n, queue);
       }
-      return wants_kl ? run<T, float, true>(arguments, B * n, queue)
-                      : run<T, float, false>(arguments, B * n, queue);
     }
+    return wants_kl ? run<T, double, true>(arguments, B * n, queue)
+                    : run<T, double, false>(arguments, B * n, queue);
   });
 }

@@ -9,11 +9,18 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kDigits = 256;
 
-// Keys order like the logits.
+// Keys order like the logits; the two zeros are equal.
 __device__ unsigned key_of(float x) {
-  const unsigned bits = __float_as_uint(x == 0 ? 0.f : x);  // the two zeros are equal
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  const unsigned bits = __float_as_uint(x == 0 ? 0.f : x);
+  return bits >> 31 ? ~bits : bits | 1u << 31;
 }
+__device__ unsigned long long key_of(double x) {
+  const auto bits = static_cast<unsigned long long>(__double_as_longlong(x == 0 ? 0. : x));
+  return bits >> 63 ? ~bits : bits | 1ull << 63;
+}
+
+template <class T>
+using Key = decltype(key_of(Wide<T>{}));
 
 template <class T>
 struct Arguments {
@@ -33,31 +40,33 @@ struct Row {
   int64_t stride, V, banned;
 
   __device__ bool has(int64_t v) const { return v < V && v != banned; }
-  __device__ float operator[](int64_t v) const { return to_float(data[v * stride]); }
+  __device__ Wide<T> operator[](int64_t v) const { return widen(data[v * stride]); }
 };
 
 // The k-th largest key, and how many of the logits that have it belong to the k largest.
+template <class T>
 struct Threshold {
-  unsigned key, ties;
+  Key<T> key;
+  unsigned ties;
 };
 
 template <class T>
-__device__ Threshold find_threshold(const Row<T>& row, int64_t k) {
+__device__ Threshold<T> find_threshold(const Row<T>& row, int64_t k) {
   DLMKERN_SHARED(unsigned[kDigits], histogram);
-  DLMKERN_SHARED(Threshold, found);
-  Threshold threshold{0, static_cast<unsigned>(k)};
-  unsigned known = 0;  // the bits of the key that are settled
-  for (int shift = 24; shift >= 0; shift -= 8) {
+  DLMKERN_SHARED(Threshold<T>, found);
+  Threshold<T> threshold{0, static_cast<unsigned>(k)};
+  Key<T> known = 0;  // the bits of the key that are settled
+  for (int shift = 8 * sizeof known - 8; shift >= 0; shift -= 8) {
     for (int digit = threadIdx.x; digit < kDigits; digit += kThreads) histogram[digit] = 0;
     __syncthreads();
     for (int64_t first = 0; first < row.V; first += kThreads) {
       const int64_t v = first + threadIdx.x;
-      const unsigned key = row.has(v) ? key_of(row[v]) : 0;
+      const Key<T> key = row.has(v) ? key_of(row[v]) : 0;
       const bool counts = row.has(v) && (key & known) == threshold.key;
       const unsigned lanes = __ballot_sync(kAllLanes, counts);
       if (!counts) continue;
       // Logits share their leading bits: one addition for all lanes of a digit.
-      const unsigned digit = key >> shift & (kDigits - 1);
+      const auto digit = static_cast<unsigned>(key >> shift & (kDigits - 1));
       const unsigned peers = __match_any_sync(lanes, digit);
       if (threadIdx.x % kWarp == static_cast<unsigned>(__ffs(static_cast<int>(peers)) - 1)) {
         atomicAdd(&histogram[digit], static_cast<unsigned>(__popc(peers)));
@@ -68,12 +77,12 @@ __device__ Threshold find_threshold(const Row<T>& row, int64_t k) {
       unsigned above = 0;
       for (int d = digit + 1; d < kDigits; ++d) above += histogram[d];
       if (above < threshold.ties && threshold.ties <= above + histogram[digit]) {
-        found = {threshold.key | static_cast<unsigned>(digit) << shift, threshold.ties - above};
+        found = {threshold.key | static_cast<Key<T>>(digit) << shift, threshold.ties - above};
       }
     }
     __syncthreads();
     threshold = found;
-    known |= static_cast<unsigned>(kDigits - 1) << shift;
+    known |= static_cast<Key<T>>(kDigits - 1) << shift;
   }
   return threshold;
 }
@@ -101,7 +110,7 @@ __device__ double sum_over_block(double value) {
   return sum;
 }
 
-// Where a block puts the k largest logits.
+// Where a block puts the k largest logits; they become log-probabilities once they are sorted.
 struct Snapshot {
   int64_t* ids;
   double* logp;
@@ -155,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) topk_snapshot(Arguments<T> a) {
   }
   const Row<T> row{a.logits.address(b, i), a.logits.stride[2], a.V, a.banned};
   const double logsumexp = a.logsumexp[blockIdx.x];
-  const Threshold threshold = find_threshold(row, a.k);
+  const Threshold<T> threshold = find_threshold(row, a.k);
 
   if (threadIdx.x == 0) taken = 0;
   __syncthreads();
@@ -163,25 +172,25 @@ __global__ void __launch_bounds__(kThreads) topk_snapshot(Arguments<T> a) {
   unsigned ties = 0;
   for (int64_t first = 0; first < a.V; first += kThreads) {
     const int64_t v = first + threadIdx.x;
-    const float x = row.has(v) ? row[v] : -INFINITY;
-    const unsigned key = key_of(x);
+    const Wide<T> x = row.has(v) ? row[v] : -INFINITY;
+    const Key<T> key = key_of(x);
     const bool tie = row.has(v) && key == threshold.key;
     const auto ties_here = static_cast<unsigned>(__syncthreads_count(tie));
     const bool among_first =
         ties_here > 0 && ties < threshold.ties && ties + count_before(tie) < threshold.ties;
     ties += ties_here;
     if (!row.has(v)) continue;
-    const double log_probability = x - logsumexp;
     if (key > threshold.key || (tie && among_first)) {
       const unsigned r = atomicAdd(&taken, 1u);
       snapshot.id(r) = v;
-      snapshot.log_probability(r) = log_probability;
+      snapshot.log_probability(r) = x;
     } else {
-      tail += exp(log_probability);
+      tail += exp(x - logsumexp);
     }
   }
   tail = sum_over_block(tail);
   snapshot.sort();
+  for (int64_t r = threadIdx.x; r < a.k; r += kThreads) snapshot.log_probability(r) -= logsumexp;
   if (threadIdx.x == 0) {
     const int64_t others = a.V - (a.banned >= 0) - a.k;
     a.floor(b, i) = log(fmax(tail, 1e-12) / static_cast<double>(max(others, int64_t{1})));
@@ -212,7 +221,6 @@ extern "C" int dlmkern_cuda_topk_snapshot(const dlmkern_view* logits, int64_t ba
                                           const dlmkern_view* floor, void* workspace, size_t workspace_bytes,
                                           void* stream) {
   DLMKERN_TRY(check_rows(logits));
-  if (logits->dtype == DLMKERN_FLOAT64) return DLMKERN_ERROR_DTYPE;
   const int64_t B = logits->shape[0], n = logits->shape[1], V = logits->shape[2];
   if (banned_token < -1 || banned_token >= V) return DLMKERN_ERROR_VALUE;
   DLMKERN_TRY(check_output(ids, kInt64, {B, n, kAnySize}));
@@ -233,23 +241,19 @@ extern "C" int dlmkern_cuda_topk_snapshot(const dlmkern_view* logits, int64_t ba
                                        stream));
   return with_float_type(logits->dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if constexpr (std::is_same_v<T, double>) {
-      return static_cast<int>(DLMKERN_ERROR_DTYPE);
-    } else {
-      const Arguments<T> arguments{tensor_of<const T>(logits),
-                                   banned_token,
-                                   static_cast<const int64_t*>(token.data),
-                                   static_cast<const double*>(logsumexp.data),
-                                   tensor_of<int64_t>(ids),
-                                   tensor_of<double>(logp),
-                                   tensor_of<double>(floor),
-                                   n,
-                                   V,
-                                   k};
-      DLMKERN_LAUNCH(topk_snapshot<T>, static_cast<unsigned>(B * n), kThreads, 0,
-                     static_cast<cudaStream_t>(stream))
-      (arguments);
-      return launch_result();
-    }
+    const Arguments<T> arguments{tensor_of<const T>(logits),
+                                 banned_token,
+                                 static_cast<const int64_t*>(token.data),
+                                 static_cast<const double*>(logsumexp.data),
+                                 tensor_of<int64_t>(ids),
+                                 tensor_of<double>(logp),
+                                 tensor_of<double>(floor),
+                                 n,
+                                 V,
+                                 k};
+    DLMKERN_LAUNCH(topk_snapshot<T>, static_cast<unsigned>(B * n), kThreads, 0,
+                   static_cast<cudaStream_t>(stream))
+    (arguments);
+    return launch_result();
   });
 }

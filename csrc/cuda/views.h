@@ -53,15 +53,15 @@ inline RealTensor real_tensor_of(const dlmkern_view* view) {
   return tensor;
 }
 
-__device__ inline float to_float(float value) { return value; }
-__device__ inline float to_float(__half value) { return __half2float(value); }
-__device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+// Arithmetic never happens in a 16-bit type.
+__device__ inline float widen(__half value) { return __half2float(value); }
+__device__ inline float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ inline float widen(float value) { return value; }
+__device__ inline double widen(double value) { return value; }
 
-__device__ inline double to_double(double value) { return value; }
+// What an element becomes: float, or double for a double.
 template <class T>
-__device__ double to_double(T value) {
-  return to_float(value);
-}
+using Wide = decltype(widen(T{}));
 
 // Calls body with a null pointer of the element type.
 template <class Body>

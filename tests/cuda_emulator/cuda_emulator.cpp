@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -36,9 +37,16 @@ constexpr std::size_t kStackSize = 256 * 1024;
 constexpr std::size_t kStackSize = 64 * 1024;
 #endif
 
+template <class... Parts>
+std::string join(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
 template <class Index>
 std::string describe_index(const Index& i) {
-  return "(" + std::to_string(i.x) + "," + std::to_string(i.y) + "," + std::to_string(i.z) + ")";
+  return join("(", i.x, ",", i.y, ",", i.z, ")");
 }
 
 std::size_t volume(const dim3& size) { return std::size_t{size.x} * size.y * size.z; }
@@ -157,7 +165,7 @@ struct Call {
 };
 
 std::string describe_call(const Call& call) {
-  return std::string(call.name) + " at " + call.site.file_name() + ":" + std::to_string(call.site.line());
+  return join(call.name, " at ", call.site.file_name(), ":", call.site.line());
 }
 
 enum class State { ready, at_barrier, in_collective, exited };
@@ -249,16 +257,16 @@ cudaError_t Scheduler::check(const LaunchShape& shape, const void* kernel) {
   };
   if (!in_range(grid, 0x7fffffffu, 65535, 65535)) {
     record(cudaErrorInvalidConfiguration,
-           "grid " + describe_index(grid) + " is outside (1..2^31-1, 1..65535, 1..65535)");
+           join("grid ", describe_index(grid), " is outside (1..2^31-1, 1..65535, 1..65535)"));
   } else if (!in_range(block, 1024, 1024, 64) || volume(block) > kMaxThreads) {
     record(cudaErrorInvalidConfiguration,
-           "block " + describe_index(block) + " has not 1..1024 threads (z up to 64)");
+           join("block ", describe_index(block), " has not 1..1024 threads (z up to 64)"));
   } else {
     const std::size_t limit = dynamic_shared_limit(kernel);
     if (shared_bytes > limit) {
       record(cudaErrorInvalidValue,
-             std::to_string(shared_bytes) + " bytes of dynamic shared memory, but the kernel may take " +
-                 std::to_string(limit) + " (cudaFuncSetAttribute raises this to at most 227 KB)");
+             join(shared_bytes, " bytes of dynamic shared memory, but the kernel may take ", limit,
+                  " (cudaFuncSetAttribute raises this to at most 227 KB)"));
     }
   }
   return error_;
@@ -331,7 +339,7 @@ void Scheduler::run_threads() {
       scheduler_fibre_.switch_to(thread.fibre);
       if (error_ != cudaSuccess) return;
     }
-    if (!progress) return record(cudaErrorLaunchFailure, "deadlock:" + describe_waiting());
+    if (!progress) return record(cudaErrorLaunchFailure, join("deadlock:", describe_waiting()));
   }
 }
 
@@ -351,12 +359,12 @@ void Scheduler::exit_thread() {
   Warp& warp = current_warp();
   warp.running &= ~(1u << lane);
   if (barrier_.arrived > 0) {
-    record(cudaErrorLaunchFailure, "thread exited while others wait in " + describe_call(barrier_.call));
+    record(cudaErrorLaunchFailure, join("thread exited while others wait in ", describe_call(barrier_.call)));
   }
   for (const Meeting& meeting : warp.meetings) {
     if (meeting.arrived != 0 && (meeting.mask >> lane & 1)) {
       record(cudaErrorLaunchFailure,
-             "lane exited while others wait for it in " + describe_call(meeting.call));
+             join("lane exited while others wait for it in ", describe_call(meeting.call)));
     }
   }
 }
@@ -374,14 +382,14 @@ BarrierVotes Scheduler::barrier(const Call& call, bool predicate) {
   count_step(call.site);
   if (alive_ != block_threads_) {
     fail(cudaErrorLaunchFailure,
-         describe_call(call) + " reached after other threads of the block have exited");
+         join(describe_call(call), " reached after other threads of the block have exited"));
   }
   if (barrier_.arrived == 0) {
     barrier_.call = call;
     barrier_.true_predicates = 0;
   } else if (!(barrier_.call == call)) {
-    fail(cudaErrorLaunchFailure, "divergent barrier: " + describe_call(call) + " while others wait in " +
-                                     describe_call(barrier_.call));
+    fail(cudaErrorLaunchFailure, join("divergent barrier: ", describe_call(call), " while others wait in ",
+                                      describe_call(barrier_.call)));
   }
   barrier_.true_predicates += predicate;
   if (++barrier_.arrived < block_threads_) {
@@ -401,12 +409,12 @@ const std::uint64_t* Scheduler::exchange(const Call& call, unsigned mask, std::u
   const unsigned self = 1u << lane;
   Warp& warp = current_warp();
   if (!(mask & self)) {
-    fail(cudaErrorLaunchFailure, describe_call(call) + ": the calling lane is not in its own mask");
+    fail(cudaErrorLaunchFailure, join(describe_call(call), ": the calling lane is not in its own mask"));
   }
   if (mask & ~warp.running) {
-    fail(cudaErrorLaunchFailure, describe_call(call) + ": the mask names lane " +
-                                     std::to_string(std::countr_zero(mask & ~warp.running)) +
-                                     ", which has exited or does not exist");
+    fail(cudaErrorLaunchFailure,
+         join(describe_call(call), ": the mask names lane ", std::countr_zero(mask & ~warp.running),
+              ", which has exited or does not exist"));
   }
 
   Meeting* meeting = nullptr;
@@ -415,9 +423,9 @@ const std::uint64_t* Scheduler::exchange(const Call& call, unsigned mask, std::u
       if (meeting == nullptr && candidate.unread == 0) meeting = &candidate;
     } else if (candidate.mask == mask) {
       if (!(candidate.call == call)) {
-        fail(cudaErrorLaunchFailure, "mismatched collective: " + describe_call(call) +
-                                         " while lanes of the same mask wait in " +
-                                         describe_call(candidate.call));
+        fail(cudaErrorLaunchFailure,
+             join("mismatched collective: ", describe_call(call), " while lanes of the same mask wait in ",
+                  describe_call(candidate.call)));
       }
       meeting = &candidate;
       break;
@@ -448,9 +456,8 @@ const std::uint64_t* Scheduler::exchange(const Call& call, unsigned mask, std::u
 
 void Scheduler::count_step(const Site& site) {
   if (++steps_ > settings.step_limit) {
-    fail(cudaErrorLaunchTimeout, "spinning: more than " + std::to_string(settings.step_limit) +
-                                     " steps in one launch, now at " + site.file_name() + ":" +
-                                     std::to_string(site.line()));
+    fail(cudaErrorLaunchTimeout, join("spinning: more than ", settings.step_limit,
+                                      " steps in one launch, now at ", site.file_name(), ":", site.line()));
   }
 }
 
@@ -465,9 +472,9 @@ void* Scheduler::place_shared_array(std::size_t size, std::size_t alignment, con
   void* address = shared_.place_static(size, alignment);
   if (address == nullptr) {
     fail(cudaErrorLaunchFailure,
-         describe_call({"the shared array", site}) +
-             " does not fit: a block has 48 KB, or 227 KB with cudaFuncSetAttribute if no more than "
-             "48 KB of them are static");
+         join(describe_call({"the shared array", site}),
+              " does not fit: a block has 48 KB, or 227 KB with cudaFuncSetAttribute if no more than "
+              "48 KB of them are static"));
   }
   return address;
 }
@@ -481,8 +488,8 @@ void Scheduler::record(cudaError_t error, const std::string& reason) {
 }
 
 void Scheduler::fail(cudaError_t error, const std::string& reason) {
-  record(error, reason + "; block " + describe_index(coordinates.block) + ", thread " +
-                    describe_index(coordinates.thread));
+  record(error, join(reason, "; block ", describe_index(coordinates.block), ", thread ",
+                     describe_index(coordinates.thread)));
   throw LaunchStopped();
 }
 
@@ -493,9 +500,8 @@ std::string Scheduler::describe_waiting() const {
     if (thread.state != State::exited) ++waiting[describe_call(thread.waiting_in)];
   }
   std::string text;
-  for (const auto& [place, count] : waiting)
-    text += " " + std::to_string(count) + " threads wait in " + place + ";";
-  return text + " block " + describe_index(coordinates.block);
+  for (const auto& [place, count] : waiting) text += join(" ", count, " threads wait in ", place, ";");
+  return join(text, " block ", describe_index(coordinates.block));
 }
 
 }  // namespace

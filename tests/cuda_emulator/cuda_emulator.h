@@ -448,6 +448,8 @@ inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(va
 inline float __int_as_float(int value) { return std::bit_cast<float>(value); }
 inline float __uint_as_float(unsigned value) { return std::bit_cast<float>(value); }
 
+inline long long __double_as_longlong(double value) { return std::bit_cast<long long>(value); }
+
 inline int __popc(unsigned value) { return std::popcount(value); }
 inline int __popcll(unsigned long long value) { return std::popcount(value); }
 inline int __clz(int value) { return std::countl_zero(static_cast<unsigned>(value)); }

@@ -336,7 +336,7 @@ BROKEN_RULES = {
     "missing_lane": "names lane 16, which has exited or does not exist",
     "foreign_mask": "not in its own mask",
     "mismatched_collective": "mismatched collective",
-    "mismatched_mask": "deadlock",
+    "mismatched_mask": "lane exited while others wait for it",
     "deadlock": "deadlock",
     "trapped": "__trap()",
 }
