@@ -47,7 +47,7 @@ format: $(VENV)/requirements ## rewrite the files in the project's style
 	$(CXX_FILES) | xargs $(BIN)/clang-format -i
 
 readme: install ## rewrite the generated parts of README.md
-	$(BIN)/python -m tests.readme
+	$(BIN)/python docs/op_table.py
 
 bench: install ## time every op: BENCH="--quick --json FILE token_stats"
 	$(BIN)/python -m benchmarks $(BENCH)

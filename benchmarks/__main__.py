@@ -1,6 +1,5 @@
 """Command line: ``python -m benchmarks [--json FILE] [--quick] [op ...]``."""
 
-import argparse
 import json
 import platform
 import sys
@@ -19,6 +18,7 @@ import dlmkern
 from benchmarks.cases import Case, cases
 from benchmarks.measure import Contender, medians, read_all
 from dlmkern.backends import registry
+from dlmkern.cli import Parser
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = Parser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("op", nargs="*", help="only these ops; every op if none is named")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     parser.add_argument("--quick", action="store_true", help="smaller inputs, fewer rounds, no torch.compile")

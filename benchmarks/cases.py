@@ -37,8 +37,8 @@ def peaked_logits(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     logits = random_logits(n, torch.float32, device)
     generator = torch.Generator().manual_seed(1)
     token = torch.randint(4 * n, (n, 1), generator=generator).to(device)
-    height = torch.empty(n, 1).uniform_(10, 25, generator=generator).to(device)
-    return logits.scatter_(1, token, height).to(dtype)
+    height = math.log(VOCABULARY) + torch.empty(n, 1).uniform_(-2, 13, generator=generator)
+    return logits.scatter_(1, token, height.to(device)).to(dtype)
 
 
 LOGITS = {"random": random_logits, "peaked": peaked_logits}

@@ -36,7 +36,7 @@ LEGS = (
         ("tests/ops", "tests/triton/test_interpret.py", "-n", "2", "--dist", "worksteal"),
         {"TRITON_INTERPRET": "1"},
     ),
-    Leg("Triton, compiled ahead of time", ("tests/triton/test_compile.py",)),
+    Leg("Triton, compiled ahead of time", ("tests/triton/test_aot.py",)),
 )
 
 
@@ -58,7 +58,7 @@ PROOFS: dict[str, Callable[[Case], bool]] = {
     "CUDA kernels in the emulator": lambda case: case.backend == "cuda",
     "CUDA kernels compiled by nvcc": lambda case: case.module == "tests.build.test_nvcc",
     "Triton kernels in the interpreter": lambda case: case.backend == "triton",
-    "Triton kernels compiled ahead of time": lambda case: case.module == "tests.triton.test_compile",
+    "Triton kernels compiled ahead of time": lambda case: case.module == "tests.triton.test_aot",
     "decoders": lambda case: case.module.startswith("tests.decoders."),
 }
 

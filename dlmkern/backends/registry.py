@@ -34,7 +34,7 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-DEFAULT = _checked(os.environ.get("DLMKERN_BACKEND", "auto"), "DLMKERN_BACKEND")
+DEFAULT = os.environ.get("DLMKERN_BACKEND", "auto")  # checked at the first use, so that the import succeeds
 _choice = ContextVar("dlmkern_backend", default=DEFAULT)
 
 
@@ -62,7 +62,7 @@ def resolve(op: str, device: torch.device, dtype: torch.dtype) -> Callable[..., 
 @cache
 def _resolve(choice: str, op: str, device: str, dtype: torch.dtype) -> Callable[..., Any]:
     if choice != "auto":
-        return _function(choice, op, device, dtype)
+        return _function(_checked(choice, "DLMKERN_BACKEND"), op, device, dtype)
     for backend in AUTO.get(device, ()):
         try:
             return _function(backend, op, device, dtype)

@@ -79,7 +79,7 @@ def test_generate_as_json_with_settings(capsys: pytest.CaptureFixture[str]) -> N
     assert answer["nfe"] == expected.nfe[0]
     assert answer["block_lengths"] == expected.block_lengths[0]
     assert answer["step_map"] == expected.step_map[0].tolist()
-    assert answer["reason"] == [decoders.Reason(reason).name for reason in expected.reason[0]]
+    assert answer["reason"] == [decoders.Reason(reason).name for reason in expected.reason[0].tolist()]
 
 
 def test_generate_streams_every_token_once(capsys: pytest.CaptureFixture[str]) -> None:
