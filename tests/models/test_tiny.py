@@ -172,13 +172,16 @@ def test_cached_loss_equals_the_plain_forward_when_nothing_is_stale(script: dict
 
     cached_loss.__globals__["random_mask"] = lambda size, generator: torch.ones(64, size, dtype=torch.bool)
     cached_loss.__globals__["masked_loss"] = plain
-    for seed in range(4):
+    caches = set()
+    for seed in (1, 4, 6, 14):
         with torch.no_grad():
             cached_loss(model, torch.Generator().manual_seed(seed))
             logits, _ = seen.pop()
             generator = torch.Generator().manual_seed(seed)
             prompts, answers = script["training_problems"](generator)
             start, stop = script["random_block"](generator)
+            caches.add("dual" if torch.randint(2, (), generator=generator) else "prefix")
             state = answers.masked_fill(torch.arange(chains4.ANSWER_LENGTH) >= start, chains4.MASK)
             expected = model(torch.cat((prompts, state), dim=1)).logits[:, 41 + start : 41 + stop]
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+    assert caches == {"dual", "prefix"}
