@@ -1,18 +1,21 @@
 """Options and fixtures that choose where tests run, and a summary that says which backends really ran.
 
-A test that takes the fixture `backend` runs once for each leg: reference, cpu, cuda and triton. On a machine without a GPU
-the CUDA kernels run in the emulator and Triton's in its interpreter. The interpreter changes what ``import triton`` means,
-so that leg has a process of its own:
+A test that takes the fixture `backend` runs once for each leg: reference, cpu, cuda and triton. On a machine
+without a GPU the CUDA kernels run in the emulator and Triton's in its interpreter. The interpreter changes
+what ``import triton`` means, so that leg has a process of its own:
 
     pytest tests/ops                          # reference, cpu, cuda
     TRITON_INTERPRET=1 pytest tests/ops       # triton
     pytest tests/ops --device cuda            # all four on the GPU
 
-DLMKERN_TEST_BACKENDS=cpu,cuda chooses other legs, and ``--require-backends cpu,cuda`` fails a run in which one of them ran
-no test.
+DLMKERN_TEST_BACKENDS=cpu,cuda chooses other legs, and ``--require-backends cpu,cuda`` fails a run in which
+one of them ran no test.
 """
 
+import fcntl
+import functools
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,12 +29,16 @@ import torch
 import dlmkern
 from dlmkern.backends import registry
 
+ROOT = Path(__file__).parents[1]
+KERNELS = ("dlmkern.reference.", "dlmkern.backends.native", "dlmkern.triton_kernels.")
 ran: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("dlmkern")
-    group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the tensors of the tests are")
+    group.addoption(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where the tensors of the tests are"
+    )
     group.addoption(
         "--require-backends",
         default="",
@@ -54,7 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: there is no CUDA device")
 
-
     torch.set_num_threads(1)
 
 
@@ -72,23 +78,60 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 def backend(
     request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """Runs the test on this backend, with every output and scratch buffer full of garbage before the kernel runs.
+    """Runs the test on this backend, with outputs and scratch memory full of garbage before the kernel runs.
 
     The module of the test names its op as OP.
     """
     name: str = request.param
+    if name == "cuda" and device.type == "cpu":
+        os.environ["DLMKERN_EMULATED_MODULE"] = str(emulated_module())
     try:
         with dlmkern.use_backend(name):
             registry.resolve(request.module.OP, device, torch.float32)
     except dlmkern.BackendUnavailableError as error:
         pytest.skip(str(error))
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith(("dlmkern.reference.", "dlmkern.backends.", "dlmkern.triton_kernels.")):
-            if getattr(module, "torch", None) is torch:
-                monkeypatch.setattr(module, "torch", PoisonedTorch("torch"))
+    for path, module in list(sys.modules.items()):
+        if path.startswith(KERNELS) and getattr(module, "torch", None) is torch:
+            monkeypatch.setattr(module, "torch", PoisonedTorch("torch"))
     request.node.user_properties.append(("backend", name))
     with dlmkern.use_backend(name):
         yield name
+
+
+@functools.cache
+def emulated_module() -> Path:
+    """The CUDA kernels compiled for the CPU, built here if the sources are newer. Processes take turns."""
+    import pybind11
+
+    sys.path.insert(0, str(ROOT / "tests" / "cuda_emulator"))
+    from emulator_build import cuda_include
+
+    folder = ROOT / "build" / "emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    definitions = {
+        "CMAKE_BUILD_TYPE": "Debug",
+        "CMAKE_CXX_FLAGS_DEBUG": "-O1",  # building takes longer than the tests
+        "DLMKERN_EMULATE": "ON",
+        "DLMKERN_CUDA": "OFF",
+        "DLMKERN_CUDA_INCLUDE": cuda_include(),
+        "Python_EXECUTABLE": sys.executable,
+        "pybind11_DIR": pybind11.get_cmake_dir(),
+    }
+    configure = ["cmake", "-S", ROOT / "csrc", "-B", folder, "-G", "Ninja"]
+    configure += [f"-D{name}={value}" for name, value in definitions.items()]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (configure, ["cmake", "--build", folder, "--target", "dlmkern_emulated"]):
+            done = subprocess.run(
+                command,
+                env=os.environ | {"PATH": path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            assert done.returncode == 0, done.stdout
+    return next(folder.glob("dlmkern_emulated*.so"))
 
 
 class PoisonedTorch(ModuleType):

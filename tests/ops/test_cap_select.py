@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dlmkern
-from tests.ops.support import DTYPES, assert_close, assert_same, dtypes_of, layouts, make_logits, opcheck
+from tests.ops.support import DTYPES, assert_close, assert_same, dtypes_of, layouts, opcheck
 from tests.ops.test_token_stats import row_truth
 
 OP = "cap_select"
@@ -101,7 +101,7 @@ def test_probabilities_and_logits_agree(backend: str, device: torch.device) -> N
         logits = torch.stack([chained_logits(9, 8, 10 * seed + b) for b in range(2)]).double()
         stats = {}
         for name, x in (("logits", logits), ("probs", logits.softmax(-1))):
-            x = x.to(device, torch.float64 if backend in ("reference", "cpu") else torch.float32)
+            x = x.to(device, dtypes_of(backend)[0])
             stats[name] = dlmkern.cap_select(
                 **{name: x}, tau_low=0.3, tau_high=0.6, gamma=-6.0, return_stats=True
             )
@@ -283,7 +283,7 @@ def test_invariants(
 
 
 def test_fault_rows_do_not_share_candidates(backend: str, device: torch.device) -> None:
-    # the official code pools the candidate columns of all rows: row 0 also commits position 2, at confidence 1/8
+    # the official code pools the candidate columns of all rows: row 0 also commits position 2, at 1/8
     logits = torch.zeros((2, 3, 8), device=device)
     logits[0, 0, 1] = logits[1, 0, 1] = 12.0
     logits[1, 2, 2] = 12.0

@@ -1,4 +1,4 @@
-"""Block lengths of DepCap's official code, recorded on small logits, against topk_kl, token_stats and depga_block."""
+"""Block lengths of DepCap's official code, recorded on small logits, against the ops that make them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""One commit step of DepCap's official code, recorded on small logits, against cap_select and conflict_matrix."""
+"""One commit step of DepCap's official code, recorded on small logits, against the ops that make it."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_strict_commits_no_two_that_conflict(backend: str, device: torch.device)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_commits_the_same(backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Rounding the logits may move a confidence across a threshold; the ops must agree on the rounded logits."""
+    """Rounding may move a confidence across a threshold: all must agree on the rounded logits."""
     for case, data in depcap_cases(device):
         rounded = data["logits"].to(dtype)
         mask = data["mask_index"].bool()

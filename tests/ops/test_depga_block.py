@@ -128,7 +128,7 @@ def test_plateaus_extend_the_block(backend: str, device: torch.device) -> None:
     flat = torch.full((1, 20), 0.25, device=device)
     assert dlmkern.depga_block(flat, flat, 50, l_min=1, padding="reflect").tolist() == [20]
     assert dlmkern.depga_block(flat, flat, 50, l_min=1, padding="reflect", l_max=6).tolist() == [6]
-    # zero padding pulls the first position below the median: S_0 = -x / 3 / 1e-15 (1 - lam) changes sign at lam = 1
+    # zero padding pulls the first position below the median: S_0 = -x / 3 / 1e-15 (1 - lam)
     assert dlmkern.depga_block(flat, flat, 50, lam=0.5, l_min=1).tolist() == [1]
     assert dlmkern.depga_block(flat, flat, 50, lam=1.5, l_min=1).tolist() == [20]
 

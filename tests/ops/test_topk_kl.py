@@ -21,9 +21,7 @@ def truth(curr: dlmkern.TopKSnapshot, prev: dlmkern.TopKSnapshot) -> np.ndarray:
     for ids, logp, prev_ids, prev_logp, floor in zip(*rows, prev.floor.flatten().tolist(), strict=True):
         q = dict(zip(prev_ids, prev_logp, strict=True))
         terms = [
-            math.exp(lp) * (lp - q.get(v, floor))
-            for v, lp in zip(ids, logp, strict=True)
-            if not lp == -math.inf
+            math.exp(lp) * (lp - q.get(v, floor)) for v, lp in zip(ids, logp, strict=True) if lp != -math.inf
         ]
         result.append(math.nan if any(map(math.isnan, terms)) else math.fsum(terms))
     return np.array(result).reshape(shape)

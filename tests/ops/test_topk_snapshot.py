@@ -97,8 +97,8 @@ def test_special_rows(backend: str, device: torch.device) -> None:
 
 
 def test_fault_padded_vocabulary_shifts_the_floor(backend: str, device: torch.device) -> None:
-    # The official code counts the padded rows of the embedding as tokens. Slicing them off gives the floor of the
-    # tokens alone, and is a view, not a copy.
+    # The official code counts the padded rows of the embedding as tokens. Slicing them off gives the floor of
+    # the tokens alone, and is a view, not a copy.
     logits = make_logits((1, 2, 512), torch.float32, device, 1)
     logits[..., 500:] = 0.0
     sliced = dlmkern.topk_snapshot(logits[..., :500])
