@@ -24,7 +24,7 @@ Prompts = Tensor | str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Tens
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """What `generate` returns for `B` prompts and `G` generated tokens each; tensors on the model's device."""
+    """What `generate` returns for `B` prompts and `G` generated tokens each, on the model's device."""
 
     sequences: list[Tensor]
     """Prompt and answer of each row, int64."""
@@ -33,8 +33,8 @@ class GenerationOutput:
     nfe: Tensor
     """int64 `[B]`: forward passes of the model that the row took part in."""
     confidence: Tensor
-    """float64 `[B, G]`: probability of the token at temperature 1 in the forward pass that fixed it; NaN where the
-    reason is `AFTER_EOS`."""
+    """float64 `[B, G]`: probability of the token at temperature 1 in the forward pass that fixed it; NaN
+    where the reason is `AFTER_EOS`."""
     block_lengths: list[list[int]]
     """Lengths of the blocks of each row. A row that ended early has not opened all."""
     reason: Tensor
@@ -110,26 +110,29 @@ def generate(
 ) -> GenerationOutput:
     """Answer prompts with a masked diffusion language model.
 
-    Each row is decoded as if it were alone: it has its own blocks, number of forward passes and random numbers. Only
-    rounding inside the model can tell a batch from single calls.
+    Each row is decoded as if it were alone: it has its own blocks, number of forward passes and random
+    numbers. Only rounding inside the model can tell a batch from single calls.
 
     Args:
-        model: a model of `dlmkern.models`, or any callable `ids [B, L] -> logits [B, L, V]` (a tensor, or an object
-            with the attribute `logits`), where `ids` holds the mask token wherever a token is to be predicted.
-        input_ids: int64 `[B, P]`, or a list of token lists (or int64 `[P]` tensors) of any lengths. Or text, one
-            string or a list of them. A prompt may be empty if the model accepts that; it must not contain the mask.
+        model: a model of `dlmkern.models`, or any callable `ids [B, L] -> logits [B, L, V]` (a tensor, or an
+            object with the attribute `logits`), where `ids` holds the mask token wherever a token is to be
+            predicted.
+        input_ids: int64 `[B, P]`, or a list of token lists (or int64 `[P]` tensors) of any lengths. Or text,
+            one string or a list of them. A prompt may be empty if the model accepts that; it must not contain
+            the mask.
         decoder: "vanilla", "threshold" or "depcap", with its default settings, or a `Decoder`.
         gen_length: tokens to generate for each prompt.
-        temperature: 0 commits the likeliest token; above, one drawn from `softmax(logits / temperature)`. Confidence
-            is the token's probability at temperature 1 in any case, so thresholds keep their meaning.
-        seed: of the random numbers, for all rows or one a row; they also depend on the position and the forward
-            pass, and on nothing else. Rows with the same prompt and seed get the same answer. None: each row draws a
-            seed from torch's global generator.
-        stop_at_eos: finish a row once all tokens up to its first end-of-sequence token are committed. The rest of
-            the row becomes that token, whatever was there.
-        mask_token_id, eos_token_id, vocab_size: default to those of `model.config`. A bare callable needs the first,
-            and the second for `stop_at_eos`. Token ids from `vocab_size` on are never generated; None: all ids of
-            the logits are.
+        temperature: 0 commits the likeliest token; above, one drawn from `softmax(logits / temperature)`.
+            Confidence is the token's probability at temperature 1 in any case, so thresholds keep their
+            meaning.
+        seed: of the random numbers, for all rows or one a row; they also depend on the position and the
+            forward pass, and on nothing else. Rows with the same prompt and seed get the same answer. None:
+            each row draws a seed from torch's global generator.
+        stop_at_eos: finish a row once all tokens up to its first end-of-sequence token are committed. The
+            rest of the row becomes that token, whatever was there.
+        mask_token_id, eos_token_id, vocab_size: default to those of `model.config`. A bare callable needs the
+            first, and the second for `stop_at_eos`. Token ids from `vocab_size` on are never generated; None:
+            all ids of the logits are.
         tokenizer: for text.
         chat_template: wrap each text as a user's turn by the tokenizer's chat template.
 
@@ -175,7 +178,8 @@ def generate_stream(
 ) -> GenerationStream:
     """`generate`, forward pass by forward pass: an iterator over `Step`, whose `result()` is the whole.
 
-    Arguments and errors are those of `generate`. Bad arguments are reported at once, before the first forward pass.
+    Arguments and errors are those of `generate`. Bad arguments are reported at once, before the first forward
+    pass.
     """
     if not callable(model):
         raise TypeError(f"model must be callable, got {type(model).__name__}")
@@ -203,8 +207,8 @@ def generate_stream(
         _check_prompt(row, prompt, mask_token_id, vocab_size)
         if limit is not None and len(prompt) + gen_length > limit:
             raise ValueError(
-                f"row {row}: the prompt's {len(prompt)} tokens and gen_length = {gen_length} exceed the model's "
-                f"max_sequence_length = {limit}"
+                f"row {row}: the prompt's {len(prompt)} tokens and gen_length = {gen_length} exceed the "
+                f"model's max_sequence_length = {limit}"
             )
     decoder.unmask.check(gen_length, decoder.blocks.count(gen_length))
     seeds = _seeds(seed, len(prompts))
@@ -284,7 +288,8 @@ def _token_list(row: int, prompt: Any) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dtype != torch.int64 or prompt.dim() != 1:
             raise TypeError(
-                f"input_ids[{row}] must be int64 of shape [P], got {prompt.dtype} of shape {list(prompt.shape)}"
+                f"input_ids[{row}] must be int64 of shape [P], got {prompt.dtype} of shape "
+                f"{list(prompt.shape)}"
             )
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence):

@@ -1,7 +1,8 @@
 """Decoders: how the masks of an answer are filled in.
 
-`loop.py` alternates forward passes (`forward.py`) and steps (`step.py`); a step asks the block schedule (`blocks.py`)
-where a block ends and the unmasking rule (`unmask.py`) what to commit. `presets.py` holds the published methods.
+`loop.py` alternates forward passes (`forward.py`) and steps (`step.py`); a step asks the block schedule
+(`blocks.py`) where a block ends and the unmasking rule (`unmask.py`) what to commit. `presets.py` holds the
+published methods.
 """
 
 from dlmkern.decoders.blocks import BlockSchedule, DepGABlocks, FixedBlocks, WholeSequence

@@ -1,7 +1,7 @@
 """Block schedules: where the block that is decoded next ends.
 
-A block opens with a forward pass of its own, which is also its first denoising step. All methods are batched, and
-those that take tensors read none of them on the host.
+A block opens with a forward pass of its own, which is also its first denoising step. All methods are batched,
+and those that take tensors read none of them on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class BlockSchedule(Protocol):
         """Number of blocks of such an answer; None if the logits decide."""
 
     def window(self, remaining: int) -> int:
-        """How many positions' logits are needed to open a block with `remaining` positions to go; grows with them."""
+        """How many positions' logits it takes to open a block with `remaining` positions to go. It grows
+        with them."""
 
     def comparison(self, state: State, width: int) -> tuple[Tensor | None, Tensor | None]:
         """Earlier logits `[B, m, V]` and rows `[B, width]` of them to which the opening ones are compared."""
@@ -101,15 +102,16 @@ class DepGABlocks:
     """DepGA-Block (DepCap, arXiv:2604.15750): a block ends where the last block's influence fades.
 
     The forward pass that opens a block is compared with the one that opened the block before, from which it
-    differs by that block's tokens: `KL(p_current || p_previous)` is the influence of these tokens on a position.
-    `ops.depga_block` weighs it against the entropy. The first block, for which there is nothing to compare with,
-    has `l_min` positions.
+    differs by that block's tokens: `KL(p_current || p_previous)` is the influence of these tokens on a
+    position. `ops.depga_block` weighs it against the entropy. The first block, for which there is nothing to
+    compare with, has `l_min` positions.
 
     Args:
         lam: weight of the entropy; larger values give shorter blocks.
         l_min, l_max: bounds of the length; only the end of the answer makes a block shorter.
-        kl: "exact" is the divergence of the paper; it keeps the logits of `2 * l_max` positions between blocks.
-            "topk" is the official code's sum over the `topk` likeliest current tokens, which keeps these only.
+        kl: "exact" is the divergence of the paper; it keeps the logits of `2 * l_max` positions between
+            blocks. "topk" is the official code's sum over the `topk` likeliest current tokens, which keeps
+            these only.
         topk: with `kl="topk"`. A vocabulary that is not larger makes the sum exact.
         padding: "zero" or "reflect", what the smoothing window sees beyond its ends.
     """
@@ -122,12 +124,18 @@ class DepGABlocks:
     padding: str = "zero"
 
     def __post_init__(self) -> None:
-        if isinstance(self.lam, bool) or not isinstance(self.lam, (int, float)) or not 0 <= self.lam < torch.inf:
+        if (
+            isinstance(self.lam, bool)
+            or not isinstance(self.lam, (int, float))
+            or not 0 <= self.lam < torch.inf
+        ):
             raise ValueError(f"lam must be a finite number of at least 0, got {self.lam!r}")
         _check_positive_int("l_min", self.l_min)
         _check_positive_int("l_max", self.l_max)
         if self.l_min > self.l_max:
-            raise ValueError(f"l_min must not exceed l_max, got l_min = {self.l_min} and l_max = {self.l_max}")
+            raise ValueError(
+                f"l_min must not exceed l_max, got l_min = {self.l_min} and l_max = {self.l_max}"
+            )
         if self.kl not in ("exact", "topk"):
             raise ValueError(f'kl must be "exact" or "topk", got {self.kl!r}')
         _check_positive_int("topk", self.topk)
@@ -166,7 +174,7 @@ class DepGABlocks:
                 rows = _previous_rows(state, width).clamp(max=state.previous[0].shape[1] - 1)
                 before = ops.TopKSnapshot(*(_gather_rows(x, rows) for x in state.previous))
                 kl = ops.topk_kl(ops.TopKSnapshot(*(x[:, :width] for x in snapshot)), before)
-        if state.previous is None:
+        if state.previous is None or kl is None:
             return remaining.clamp(max=self.l_min), tuple(x.clone() for x in current)
         length = ops.depga_block(
             kl, stats.entropy, remaining, self.lam, self.l_min, self.l_max, padding=self.padding

@@ -17,12 +17,14 @@ class Decoder:
         blocks: where blocks end: `FixedBlocks`, `WholeSequence` or `DepGABlocks`.
         unmask: what a step commits: `OnePerStep`, `Threshold` or `CAP`.
         revise: how committed tokens are taken back. None, the only choice so far: never.
-        cache: which keys and values are reused. None, the only choice so far: every forward pass computes all.
-        cfg_scale: unsupervised classifier-free guidance (LLaDA, arXiv:2502.09992, appendix A.2): the logits become
-            `u + (cfg_scale + 1) * (c - u)`, `c` with the prompt shown and `u` with it masked. Both are computed in
-            one forward pass of twice the rows, which counts once. 0: none.
-        compat: None, or "official" to normalise probabilities as the official code of LLaDA, Fast-dLLM and DepCap
-            does, over the mask token and the padded vocabulary rows too. These are never committed either way.
+        cache: which keys and values are reused. None, the only choice so far: every forward pass computes
+            all.
+        cfg_scale: unsupervised classifier-free guidance (LLaDA, arXiv:2502.09992, appendix A.2): the logits
+            become `u + (cfg_scale + 1) * (c - u)`, `c` with the prompt shown and `u` with it masked. Both are
+            computed in one forward pass of twice the rows, which counts once. 0: none.
+        compat: None, or "official" to normalise probabilities as the official code of LLaDA, Fast-dLLM and
+            DepCap does, over the mask token and the padded vocabulary rows too. These are never committed
+            either way.
 
     Raises:
         ValueError: a choice is not one of the above.

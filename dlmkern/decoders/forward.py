@@ -15,10 +15,10 @@ Model = Callable[..., Any]
 class Forward:
     """Runs a model on rows of different lengths.
 
-    A model whose forward takes `lengths` and `positions`, as those of `dlmkern.models` do, gets all rows in one
-    call and computes no other logits than those wanted. Any other callable `ids [B, L] -> logits [B, L, V]` (a
-    tensor, or an object with the attribute `logits`) cannot be told about padding: rows of the same length share
-    a call.
+    A model whose forward takes `lengths` and `positions`, as those of `dlmkern.models` do, gets all rows in
+    one call and computes no other logits than those wanted. Any other callable `ids [B, L] -> logits [B, L,
+    V]` (a tensor, or an object with the attribute `logits`) cannot be told about padding: rows of the same
+    length share a call.
 
     Args:
         model: the model.
@@ -87,14 +87,14 @@ class Forward:
         return windows
 
     def _window_of_equals(self, ids: Tensor, positions: Tensor, starts: Sequence[int]) -> Tensor:
-        """Windows of rows of the same length: a view if they are at the same place and do not run over the end."""
+        """Windows of rows of the same length: a view if they are at the same place and end in the row."""
         # The copy is contiguous, and the callable may do with it what it wants.
         logits = self._check(self.model(ids.clone(memory_format=torch.contiguous_format)), ids.shape)
         width = positions.shape[1]
         if min(starts) == max(starts) and starts[0] + width <= ids.shape[1]:
             return logits[:, starts[0] : starts[0] + width]
         rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) * ids.shape[1] + positions
-        return logits.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, positions.shape)
+        return logits.flatten(0, 1).index_select(0, rows.flatten()).view(*positions.shape, -1)
 
     def _check(self, output: Any, shape: torch.Size) -> Tensor:
         logits = getattr(output, "logits", output)
@@ -107,7 +107,8 @@ class Forward:
             )
         if logits.shape[-1] < (self.vocab_size or 1):
             raise ValueError(
-                f"model returned {logits.shape[-1]} logits a position, fewer than vocab_size = {self.vocab_size}"
+                f"model returned {logits.shape[-1]} logits a position, fewer than "
+                f"vocab_size = {self.vocab_size}"
             )
         return logits
 

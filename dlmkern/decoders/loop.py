@@ -78,7 +78,8 @@ class Loop:
         blocks = plan.decoder.blocks
         opens = any(row.opening for row in rows)
         if opens:
-            # Rows inside a block count as well: what a schedule keeps of their opening pass must not be cut off.
+            # Rows inside a block count as well: what a schedule keeps of their opening pass must not be cut
+            # off.
             width = max(blocks.window(row.end - row.block_start) for row in rows)
         else:
             width = max(row.block_length for row in rows)

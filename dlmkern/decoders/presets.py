@@ -18,7 +18,7 @@ def vanilla(
     cfg_scale: float = 0.0,
     compat: str | None = None,
 ) -> Decoder:
-    """LLaDA's own decoding (arXiv:2502.09992). `block_length=None`: one block; otherwise see `OnePerStep`, `Decoder`."""
+    """LLaDA (arXiv:2502.09992); `block_length=None`: one block. See `OnePerStep`, `Decoder`."""
     return Decoder(
         _blocks(block_length), OnePerStep(steps, remasking), cache=cache, cfg_scale=cfg_scale, compat=compat
     )
@@ -27,7 +27,7 @@ def vanilla(
 def threshold(
     tau: float = 0.9, block_length: int | None = 32, cache: None = None, *, compat: str | None = None
 ) -> Decoder:
-    """Fast-dLLM's confidence threshold (arXiv:2505.22618). `block_length=None`: one block; see `Threshold`."""
+    """Fast-dLLM's threshold (arXiv:2505.22618). `block_length=None`: one block; see `Threshold`."""
     return Decoder(_blocks(block_length), Threshold(tau), cache=cache, compat=compat)
 
 

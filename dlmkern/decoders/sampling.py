@@ -18,8 +18,8 @@ _CHUNK = 4096
 def uniform(seed: Tensor, position: Tensor, step: Tensor, stream: int) -> Tensor:
     """Uniform random numbers in `[0, 1)`, a function of the arguments alone.
 
-    SplitMix64's finalizer (Steele, Lea and Flood, 2014) is applied to the seed and mixed with one argument after
-    the other.
+    SplitMix64's finalizer (Steele, Lea and Flood, 2014) is applied to the seed and mixed with one argument
+    after the other.
 
     Args:
         seed, position, step: int64, broadcast together.
@@ -86,7 +86,7 @@ def sample(
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index at which the running sum of `weights [..., m]` exceeds `target`, and how far into it that is."""
+    """First index at which the running sum of `weights [..., m]` exceeds `target`, and how far into it."""
     total = weights.cumsum(-1)
     # Rounding may put the target at or past the end; the last index of positive weight is meant then.
     target = torch.minimum(target, total[..., -1] * (1 - 2.0**-52))

@@ -29,8 +29,9 @@ class Reason(IntEnum):
 class State(NamedTuple):
     """The rows being decoded, `B` of them, all tensors on one device.
 
-    Positions count from the first prompt token. Row `b` occupies `ids[b, :end[b]]`; what follows is padding. The
-    `[B, L + 1]` tensors have a last column that belongs to no position: writes that must not happen go there.
+    Positions count from the first prompt token. Row `b` occupies `ids[b, :end[b]]`; what follows is padding.
+    The `[B, L + 1]` tensors have a last column that belongs to no position: writes that must not happen go
+    there.
     """
 
     ids: Tensor
@@ -60,17 +61,15 @@ class State(NamedTuple):
     reason: Tensor
     """int8 `[B, L + 1]`: a `Reason`, or -1."""
     bad_position: Tensor
-    """int64 `[B]`: status word: first position of the block whose logits hold no distribution; `L` if all do."""
+    """int64 `[B]`: status word: first position of the block whose logits hold no distribution; else `L`."""
     previous: tuple[Tensor, ...] | None
     """What the block schedule keeps of the forward pass that opened the last block, each `[B, ...]`."""
 
     def select(self, rows: Tensor) -> State:
         """The state of some of the rows; `rows` is int64 `[n]`."""
-        *columns, previous = self
-        return State(
-            *(column.index_select(0, rows) for column in columns),
-            previous=None if previous is None else tuple(x.index_select(0, rows) for x in previous),
-        )
+        columns = {name: x.index_select(0, rows) for name, x in self._asdict().items() if name != "previous"}
+        previous = None if self.previous is None else tuple(x.index_select(0, rows) for x in self.previous)
+        return State(**columns, previous=previous)
 
 
 def initial_state(

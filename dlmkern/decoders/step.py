@@ -1,6 +1,7 @@
 """One step: from the logits of a forward pass to committed tokens.
 
-Nothing here reads a tensor on the host or makes one from host data, so a step can be captured in a CUDA graph.
+Nothing here reads a tensor on the host or makes one from host data, so a step can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
     """Commit tokens.
 
     Args:
-        logits: `[B, W, V]`, of the positions from each row's `block_start` on. `W` covers the block of every row
-            and, in rows that open one, `BlockSchedule.window`.
+        logits: `[B, W, V]`, of the positions from each row's `block_start` on. `W` covers the block of every
+            row and, in rows that open one, `BlockSchedule.window`.
         state: the state that the forward pass has seen; unchanged.
         plan: see `Plan`.
         opens: whether any row opens a block.
@@ -83,7 +84,7 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
         block_step=state.block_step + 1,
         nfe=state.nfe + 1,
     )
-    return state if plan.eos_token_id is None else _end_at_eos(state, plan)
+    return state if plan.eos_token_id is None else _end_at_eos(state, plan, plan.eos_token_id)
 
 
 def window_positions(state: State, width: int) -> Tensor:
@@ -112,7 +113,7 @@ def _scored_banned(scored: Tensor, plan: Plan) -> int | None:
 def _predict(
     logits: Tensor, scored: Tensor, previous: Tensor | None, rows: Tensor | None, state: State, plan: Plan
 ) -> tuple[ops.TokenStats, Tensor]:
-    """Statistics of every position, and the token it would commit with `confidence` that token's probability."""
+    """Statistics of every position, `confidence` being that of the token it would commit, and this token."""
     stats = ops.token_stats(
         scored, previous, prev_rows=rows, banned_token=_scored_banned(scored, plan), out_dtype=torch.float64
     )
@@ -142,18 +143,18 @@ def _open_blocks(scored: Tensor, stats: ops.TokenStats, state: State, plan: Plan
     )
 
 
-def _end_at_eos(state: State, plan: Plan) -> State:
-    """Finish the rows whose tokens up to the first end-of-sequence token are committed, and fill up their rest."""
+def _end_at_eos(state: State, plan: Plan, eos_token_id: int) -> State:
+    """Finish the rows whose tokens up to the first end-of-sequence token are committed; fill their rest."""
     length = state.ids.shape[1]
     position = torch.arange(length, device=state.ids.device)
     generated = (position >= state.prompt_length.unsqueeze(1)) & (position < state.end.unsqueeze(1))
-    is_eos = generated & (state.ids == plan.eos_token_id)
+    is_eos = generated & (state.ids == eos_token_id)
     is_mask = generated & (state.ids == plan.mask_token_id)
     eos = torch.where(is_eos, position, length).amin(-1)
     ended = eos < torch.where(is_mask, position, length).amin(-1)
     rest = generated & ended.unsqueeze(1) & (position > eos.unsqueeze(1))
     return state._replace(
-        ids=torch.where(rest, plan.eos_token_id, state.ids),
+        ids=torch.where(rest, eos_token_id, state.ids),
         step_map=torch.where(rest, state.nfe.unsqueeze(1) - 1, state.step_map),
         confidence=torch.where(rest, torch.nan, state.confidence),
         reason=torch.where(rest, Reason.AFTER_EOS, state.reason),

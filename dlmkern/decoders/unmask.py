@@ -44,7 +44,7 @@ class UnmaskingRule(Protocol):
     """One of the four choices that make a decoder."""
 
     def check(self, gen_length: int, blocks: int | None) -> None:
-        """Raise ValueError if the rule cannot serve an answer of this length in that many blocks (None: unknown)."""
+        """Raise ValueError if the rule cannot fill this many tokens in that many blocks (None: unknown)."""
 
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
         """Choose; reads nothing on the host. `state` is that of the block, `blocks` as in `check`."""
@@ -55,9 +55,9 @@ class OnePerStep:
     """LLaDA's own rule (arXiv:2502.09992, low-confidence remasking): a fixed number of commits a step.
 
     Args:
-        steps: forward passes for the whole answer, at least one a block and at most one a token. They are split
-            evenly over the blocks, and a block's positions evenly over its steps; what is left over goes to the
-            first. None: one token a step.
+        steps: forward passes for the whole answer, at least one a block and at most one a token. They are
+            split evenly over the blocks, and a block's positions evenly over its steps; what is left over
+            goes to the first. None: one token a step.
         remasking: "low_confidence" commits the most confident positions, "random" random ones.
     """
 
@@ -99,7 +99,9 @@ class OnePerStep:
             )
         else:
             noise = candidates.confidence
-        order = torch.where(candidates.masked, noise, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        order = torch.where(candidates.masked, noise, -torch.inf).argsort(
+            dim=-1, descending=True, stable=True
+        )
         first = torch.arange(order.shape[1], device=order.device) < quota.unsqueeze(1)
         selected = torch.zeros_like(candidates.masked).scatter(1, order, first)
         return Selection(selected, torch.full_like(selected, Reason.SCHEDULED, dtype=torch.int8))
@@ -107,7 +109,7 @@ class OnePerStep:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Fast-dLLM's rule (arXiv:2505.22618, algorithm 1): all of confidence `tau` or more, and always the best."""
+    """Fast-dLLM's rule (arXiv:2505.22618, algorithm 1): all of confidence `tau` or more, and the best."""
 
     tau: float = 0.9
 
@@ -134,7 +136,8 @@ class CAP:
 
     Args:
         tau_low: least confidence of a candidate, in `[0, 1]`.
-        tau_high: from this confidence on candidates are committed whatever they conflict with; above 1 none is.
+        tau_high: from this confidence on candidates are committed whatever they conflict with; above 1 none
+            is.
         gamma: two candidates conflict if `log p_i(token_j) + log p_j(token_i)` exceeds it.
         strict: test the high tier for conflicts too.
     """
@@ -151,7 +154,8 @@ class CAP:
             raise ValueError(f"tau_low must lie in [0, 1], got {self.tau_low!r}")
         if self.tau_low > self.tau_high:
             raise ValueError(
-                f"tau_low must not exceed tau_high, got tau_low = {self.tau_low!r}, tau_high = {self.tau_high!r}"
+                f"tau_low must not exceed tau_high, got tau_low = {self.tau_low!r} and "
+                f"tau_high = {self.tau_high!r}"
             )
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict must be a bool, got {self.strict!r}")
@@ -171,6 +175,7 @@ class CAP:
             strict=self.strict,
             return_stats=True,
         )
+        assert isinstance(chosen, ops.CapSelection)
         reason = torch.where(chosen.confidence >= self.tau_low, Reason.CONFLICT_FREE, Reason.FORCED)
         reason = torch.where(chosen.confidence >= self.tau_high, Reason.HIGH_TIER, reason)
         return Selection(chosen.selected, reason.to(torch.int8))

@@ -20,7 +20,8 @@ VOCAB = 12
 
 
 class HashModel:
-    """Logits that depend on all tokens of a row and on nothing else, to the bit: a random row of a random table.
+    """Logits that depend on all tokens of a row and on nothing else, to the bit: a random row of a random
+    table.
 
     Position `i` of a row with ids `x` gets the table's row `(sum_j x_j * (7 j + 3) + 5 i) mod K`.
     """

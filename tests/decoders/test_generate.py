@@ -261,9 +261,7 @@ def test_finished_rows_leave() -> None:
         logits[..., 0] = torch.where(ids[:, :1] == 1, 20.0, 1.0)
         return logits
 
-    out = dlmkern.generate(
-        model, [[1], [2]], d.threshold(0.9, 8), 16, mask_token_id=MASK, vocab_size=VOCAB
-    )
+    out = dlmkern.generate(model, [[1], [2]], d.threshold(0.9, 8), 16, mask_token_id=MASK, vocab_size=VOCAB)
     assert out.nfe.tolist() == [2, 16]
     assert sizes == [2] * 2 + [1] * 14
 
@@ -273,7 +271,8 @@ def test_stop_at_eos() -> None:
     logits = torch.zeros(1, 8, VOCAB)
     best = [0, 1, EOS, 2, 4, EOS, 5, 6]
     for position, token in enumerate(best):
-        # Position 5, the later end, and position 3 are committed before the answer is complete up to position 2.
+        # Position 5, the later end, and position 3 are committed before the answer is complete up to position
+        # 2.
         logits[0, position, token] = {5: 10.0, 3: 9.0}.get(position, 5.0 - 0.1 * position)
     out = dlmkern.generate(
         constant_model(logits),
@@ -334,10 +333,22 @@ def test_the_models_output_is_left_alone() -> None:
 
 def test_the_loop_reads_the_device_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
-    for name in ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+    for name in (
+        "tolist",
+        "item",
+        "nonzero",
+        "cpu",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+    ):
         original = getattr(Tensor, name)
 
-        def read(self: Tensor, *args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+        def read(
+            self: Tensor, *args: Any, _name: str = name, _original: Any = original, **kwargs: Any
+        ) -> Any:
             reads.append(_name)
             return _original(self, *args, **kwargs)
 

@@ -37,7 +37,7 @@ def test_uniform(varies: str) -> None:
     else:
         u = sampling.uniform(*arguments.values(), 0)
     assert u.dtype == torch.float64
-    assert 0 <= u.min()
+    assert u.min() >= 0
     assert u.max() < 1
     bound = 5 / len(u) ** 0.5
     assert abs(u.mean() - 0.5) < bound * 0.2887
@@ -112,9 +112,7 @@ def test_low_temperature_is_the_best_token() -> None:
 
 def test_seeds() -> None:
     def tokens(prompts: list[list[int]], seed: int | list[int] | None) -> list[list[int]]:
-        out = generate(
-            HashModel(), prompts, "threshold", 24, 1.5, seed, mask_token_id=MASK, vocab_size=VOCAB
-        )
+        out = generate(HashModel(), prompts, "threshold", 24, 1.5, seed, mask_token_id=MASK, vocab_size=VOCAB)
         answer: list[list[int]] = out.tokens.tolist()
         return answer
 
