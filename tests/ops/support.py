@@ -68,12 +68,12 @@ def opcheck(name: str, *arguments: Any) -> None:
     torch.library.opcheck(getattr(torch.ops.dlmkern, name).default, arguments)
 
 
-def depcap_cases(device: torch.device) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Settings and tensors of each recorded case of DepCap's official code."""
+def depcap_cases(device: torch.device, every: int = 1) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Settings and tensors of the recorded cases of DepCap's official code."""
     settings = json.loads((DATA / "depcap_ops.json").read_text())
     tensors = load_file(DATA / "depcap_ops.safetensors", device=str(device))
     cases = []
-    for case in settings:
+    for case in settings[::every]:
         prefix = f"case{case['case']:02d}."
         own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
         n = case["n_candidates"]

@@ -49,7 +49,8 @@ def test_official_commits(backend: str, device: torch.device) -> None:
 
 def test_strict_commits_no_two_that_conflict(backend: str, device: torch.device) -> None:
     fewer = 0
-    for case, data in depcap_cases(device):
+    cases = depcap_cases(device, every=4 if backend == "triton" else 1)
+    for case, data in cases:
         mask = data["mask_index"].bool()
         thresholds = {name: case[name] for name in ("tau_low", "tau_high", "gamma")}
         result = dlmkern.cap_select(
@@ -59,13 +60,13 @@ def test_strict_commits_no_two_that_conflict(backend: str, device: torch.device)
         clash = dlmkern.conflict_matrix(data["logits"])[checked][:, checked] > case["gamma"]
         assert not clash.fill_diagonal_(False).any()
         fewer += case["n_selected"] > int(result.selected.sum())
-    assert fewer == sum(case["high_high_conflicts"] > 0 for case, _ in depcap_cases(device))
+    assert fewer == sum(case["high_high_conflicts"] > 0 for case, _ in cases) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_commits_the_same(backend: str, device: torch.device, dtype: torch.dtype) -> None:
     """Rounding may move a confidence across a threshold: all must agree on the rounded logits."""
-    for case, data in depcap_cases(device):
+    for case, data in depcap_cases(device, every=4 if backend == "triton" else 1):
         rounded = data["logits"].to(dtype)
         mask = data["mask_index"].bool()
         thresholds = {name: case[name] for name in ("tau_low", "tau_high", "gamma")}
