@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parent
 CUDA_CHOICES = {"0": "OFF", "1": "ON", "auto": "auto"}
 
 
-def fail(sentence: str) -> None:
+def fail(sentence: str) -> NoReturn:
     raise SystemExit(f"dlmkern: {sentence}")
 
 
@@ -38,7 +39,8 @@ def find_compiler() -> str:
     for candidate in candidates:
         if compiler := shutil.which(candidate):
             return compiler
-    fail(f"building needs a C++17 compiler, but none of {', '.join(candidates)} can be run; install g++ or set CXX.")
+    names = " or ".join(candidates)
+    fail(f"building needs a C++17 compiler, but {names} cannot be run; install g++ or name another in CXX.")
 
 
 class CMakeBuild(build_ext):
@@ -65,14 +67,16 @@ class CMakeBuild(build_ext):
             options["DLMKERN_CUDA_ARCHS"] = architectures
         configure = [cmake, "-S", ROOT / "csrc", "-G", "Ninja", *(f"-D{k}={v}" for k, v in options.items())]
 
-        # A CMake cache names the tools that it was made with, and those of an isolated build are gone afterwards.
+        # A CMake cache names the tools that it was made with, and those of an isolated build vanish with it.
         # So every set of tools and options has a directory of its own.
         key = hashlib.sha256("\0".join(map(str, configure)).encode()).hexdigest()[:12]
         directory = Path(self.build_temp).resolve() / key
         directory.mkdir(parents=True, exist_ok=True)
         jobs = os.environ.get("DLMKERN_BUILD_JOBS", str(os.cpu_count() or 1))
         self.run_tool([*configure, "-B", directory], "CMake could not configure the build")
-        self.run_tool([cmake, "--build", directory, "--parallel", jobs], "the C++ or CUDA sources did not compile")
+        self.run_tool(
+            [cmake, "--build", directory, "--parallel", jobs], "the C++ or CUDA sources did not compile"
+        )
 
     @staticmethod
     def run_tool(command: list[object], failure: str) -> None:

@@ -52,10 +52,12 @@ inline int check_optional_input(const dlmkern_view* view, unsigned dtypes,
 // As an input, and no two elements may share an address by a stride of zero.
 inline int check_output(const dlmkern_view* view, unsigned dtypes, std::initializer_list<int64_t> shape) {
   DLMKERN_TRY(check_input(view, dtypes, shape));
+  bool empty = false, shared = false;
   for (int axis = 0; axis < view->ndim; ++axis) {
-    if (view->shape[axis] > 1 && view->stride[axis] == 0) return DLMKERN_ERROR_SHAPE;
+    empty |= view->shape[axis] == 0;
+    shared |= view->shape[axis] > 1 && view->stride[axis] == 0;
   }
-  return DLMKERN_OK;
+  return shared && !empty ? DLMKERN_ERROR_SHAPE : DLMKERN_OK;
 }
 
 inline int check_optional_output(const dlmkern_view* view, unsigned dtypes,

@@ -83,11 +83,11 @@ Range range(const void* row, int64_t n) {
 // The first v for which test(x_v) holds, or n. `test` works on vectors and on numbers.
 template <class T, class Test>
 int64_t find_first(const T* x, int64_t n, Test test) {
-  constexpr int64_t kBlock = 4 * kPair;
+  constexpr int64_t kStep = 4 * kPair;
   int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
+  for (; i + kStep <= n; i += kStep) {
     Ints found = {};
-    for (int64_t j = i; j < i + kBlock; j += kPair) {
+    for (int64_t j = i; j < i + kStep; j += kPair) {
       const Pair pair = load_pair(x + j);
       found |= test(pair.x) | test(pair.y);
     }
@@ -109,6 +109,10 @@ int64_t find_above(const void* row, int64_t n, float limit) {
   return find_first(static_cast<const T*>(row), n, [=](auto x) { return !(x <= limit); });
 }
 
+// Sums are taken over blocks first: float32 loses less in 32 and then 2048 / kBlock additions than in all of
+// them.
+constexpr int64_t kBlock = 16 * kPair;
+
 template <class T>
 double mass_below(const void* row, int64_t n, float max, float limit) {
   const T* const x = static_cast<const T*>(row);
@@ -119,13 +123,18 @@ double mass_below(const void* row, int64_t n, float max, float limit) {
   double total = 0;
   for (int64_t piece = 0; piece < n; piece += kPiece) {
     const int64_t end = piece + kPiece < n ? piece + kPiece : n;
-    Floats sum_x = {}, sum_y = {};
-    for (int64_t i = piece; i < end; i += kPair) {
-      const Pair pair = end - i >= kPair ? load_pair(x + i) : load_tail(x + i, end - i);
-      sum_x += mass(pair.x);
-      sum_y += mass(pair.y);
+    Floats sum = {};
+    for (int64_t block = piece; block < end; block += kBlock) {
+      const int64_t block_end = block + kBlock < end ? block + kBlock : end;
+      Floats block_sum = {};
+      for (int64_t i = block; i < block_end; i += kPair) {
+        const Pair pair = end - i >= kPair ? load_pair(x + i) : load_tail(x + i, end - i);
+        block_sum += mass(pair.x);
+        block_sum += mass(pair.y);
+      }
+      sum += block_sum;
     }
-    total += reduce_add(sum_x + sum_y);
+    total += reduce_add(sum);
   }
   return total;
 }
@@ -147,6 +156,15 @@ struct Accumulator {
       prev_mass += exp_of(larger(splat(kExpFloor), prev_d));
     }
   }
+
+  void join(const Accumulator& block) {
+    mass += block.mass;
+    if constexpr ((kWanted & kEnergy) != 0) energy += block.energy;
+    if constexpr ((kWanted & kCross) != 0) {
+      cross += block.cross;
+      prev_mass += block.prev_mass;
+    }
+  }
 };
 
 // Asks for the same place of the next piece: the loops over the sums are bound by arithmetic, and the memory
@@ -163,15 +181,20 @@ RowSums sums(const void* row, const void* prev_row, int64_t n, float max, float 
   const T* const x = static_cast<const T*>(row);
   const T* const prev = static_cast<const T*>(prev_row);
   const Floats max_v = splat(max), prev_max_v = splat(prev_max);
-  Accumulator<kWanted> sum;  // one for both halves of a pair: a second would not fit in AVX2's registers
+  Accumulator<kWanted> sum;
   int64_t i = 0;
-  for (; i + kPair <= n; i += kPair) {
-    prefetch(x + i);
-    if (kHasPrev) prefetch(prev + i);
-    const Pair pair = load_pair(x + i);
-    const Pair prev_pair = kHasPrev ? load_pair(prev + i) : Pair{};
-    sum.add(pair.x, prev_pair.x, max_v, prev_max_v);
-    sum.add(pair.y, prev_pair.y, max_v, prev_max_v);
+  while (i + kPair <= n) {
+    const int64_t block_end = i + kBlock < n ? i + kBlock : n;
+    Accumulator<kWanted> block;  // one for both halves of a pair: a second would not fit in AVX2's registers
+    for (; i + kPair <= block_end; i += kPair) {
+      prefetch(x + i);
+      if (kHasPrev) prefetch(prev + i);
+      const Pair pair = load_pair(x + i);
+      const Pair prev_pair = kHasPrev ? load_pair(prev + i) : Pair{};
+      block.add(pair.x, prev_pair.x, max_v, prev_max_v);
+      block.add(pair.y, prev_pair.y, max_v, prev_max_v);
+    }
+    sum.join(block);
   }
   if (i < n) {
     const Pair pair = load_tail(x + i, n - i);
