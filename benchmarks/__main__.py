@@ -150,7 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     rows: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
         for case in cases(device, options.quick, options.op):
             progress.update(task, description=f"{case.op}, {case.detail}")

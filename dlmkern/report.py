@@ -64,7 +64,8 @@ def compare(
     """
     results = []
     total = len(decoders) * len(prompts) * gen_length
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=total)
         for name, decoder in decoders.items():
             progress.update(bar, description=name)
