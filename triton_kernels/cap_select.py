@@ -1,6 +1,7 @@
 """cap_select: one commit step of CAP-Decoding (DepCap), one program a sequence.
 
-Conflicts are gathered from the input when a position joins, for the candidates that are still there; no matrix is stored.
+Conflicts are gathered from the input when a position joins, for the candidates that are left; no matrix is
+stored.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import triton.language as tl
 
 from .conflict_matrix import log_prob
 from .independent_set import best_candidate
-from .launch import Launch, run, tile_of
+from .launch import Launch, one_program, run
+
 
 @triton.jit(do_not_specialize=["n", "V"])
 def cap_select_kernel(
@@ -43,7 +45,7 @@ def cap_select_kernel(
     known = (token >= 0) & (token < V)
     pointer = input_ptr + i.to(tl.int64) * stride_n + token * stride_v
     confidence = tl.load(pointer, mask=known, other=float("nan")).to(tl.float64)
-    logsumexp = tl.zeros((BLOCK,), tl.float64)
+    token = token.to(tl.int32)  # half the registers
     if LOGITS:
         logsumexp_ptr += batch * n
         logsumexp = tl.load(logsumexp_ptr + i, mask=inside, other=0.0).to(tl.float64)
@@ -61,8 +63,8 @@ def cap_select_kernel(
         selected |= high
     gamma = tl.load(gamma_ptr + batch)
 
-    # The high tier has the highest confidences, so its positions come first here too; each drops the candidates below that
-    # it conflicts with. Once none is left below, the rest of the high tier has nothing to drop.
+    # The high tier has the highest confidences, so its positions come first here too; each drops the
+    # candidates below that it conflicts with. Once none is left, the rest of that tier has nothing to drop.
     below = candidate & (high == 0)
     while tl.max(below.to(tl.int32), 0) > 0:
         j = best_candidate(confidence, candidate, i, BLOCK)
@@ -70,10 +72,11 @@ def cap_select_kernel(
         candidate &= i != j
         below &= candidate
         token_j = tl.load(token_ptr + j)
-        logsumexp_j = tl.full((), 0.0, tl.float64)
-        if LOGITS:
+        logsumexp_i, logsumexp_j = tl.zeros((BLOCK,), tl.float64), tl.full((), 0.0, tl.float64)
+        if LOGITS:  # read again: registers are scarcer
+            logsumexp_i = tl.load(logsumexp_ptr + i, mask=below, other=0.0).to(tl.float64)
             logsumexp_j = tl.load(logsumexp_ptr + j).to(tl.float64)
-        from_i = log_prob(input_ptr, i, stride_n, token_j, stride_v, logsumexp, below, LOGITS)
+        from_i = log_prob(input_ptr, i, stride_n, token_j, stride_v, logsumexp_i, below, LOGITS)
         from_j = log_prob(input_ptr, j, stride_n, token, stride_v, logsumexp_j, below, LOGITS)
         below &= (from_i + from_j > gamma) == 0
         candidate = (candidate & high) | below
@@ -81,7 +84,7 @@ def cap_select_kernel(
 
 
 def plan(
-    input: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002
     token: torch.Tensor,
     logsumexp: torch.Tensor | None,
     mask: torch.Tensor | None,
@@ -96,7 +99,7 @@ def plan(
     confidence = torch.empty((B, n), dtype=torch.float64, device=input.device)
     if B * n == 0:
         return [], (selected, confidence)
-    block, num_warps = tile_of(n, smallest=32, per_warp=64)
+    block, num_warps = one_program(n)
     stride_b, stride_n, stride_v = input.stride()
     arguments = {
         "input_ptr": input,
@@ -121,7 +124,7 @@ def plan(
 
 
 def cap_select(
-    input: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002
     token: torch.Tensor,
     logsumexp: torch.Tensor | None,
     mask: torch.Tensor | None,
@@ -132,9 +135,9 @@ def cap_select(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selection (bool) and confidence p_i(token_i) (float64), [B, n] each, of CAP-Decoding (DepCap).
 
-    input: [B, n, V] logits if logsumexp [B, n] is given, else probabilities. token: [B, n] int64; outside [0, V) means
-    never selected. mask: [B, n] bool, positions that may be committed; None for all. tau_low, tau_high, gamma: [B] float64.
-    strict: the positions at or above tau_high must be free of conflicts among themselves too.
+    input: [B, n, V] logits if logsumexp [B, n] is given, else probabilities. token: [B, n] int64; outside
+    [0, V) means never selected. mask: [B, n] bool, positions that may be committed; None for all. tau_low,
+    tau_high, gamma: [B] float64. strict: positions at or above tau_high must be free of conflicts too.
     """
     launches, outputs = plan(input, token, logsumexp, mask, tau_low, tau_high, gamma, strict)
     run(launches, input.device)

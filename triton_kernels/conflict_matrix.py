@@ -14,8 +14,8 @@ _NUM_WARPS = 4
 
 @triton.jit
 def log_prob(input_ptr, row, stride_n, token, stride_v, logsumexp, mask, LOGITS: tl.constexpr):
-    """log p_row(token) in float64, from logits or probabilities; NaN where mask is off. The arguments may broadcast."""
-    pointer = input_ptr + row.to(tl.int64) * stride_n + token * stride_v
+    """log p_row(token) in float64, from logits or probabilities; NaN where mask is off."""
+    pointer = input_ptr + row.to(tl.int64) * stride_n + token.to(tl.int64) * stride_v
     value = tl.load(pointer, mask=mask, other=float("nan")).to(tl.float64)
     if LOGITS:
         value -= logsumexp
@@ -26,7 +26,16 @@ def log_prob(input_ptr, row, stride_n, token, stride_v, logsumexp, mask, LOGITS:
 
 @triton.jit(do_not_specialize=["n", "V"])
 def conflict_matrix_kernel(
-    logits_ptr, token_ptr, logsumexp_ptr, conflict_ptr, n, V, stride_b, stride_n, stride_v, BLOCK: tl.constexpr
+    logits_ptr,
+    token_ptr,
+    logsumexp_ptr,
+    conflict_ptr,
+    n,
+    V,
+    stride_b,
+    stride_n,
+    stride_v,
+    BLOCK: tl.constexpr,
 ):
     """Tile ``program_id(0)`` of all the tiles of all the matrices, row by row."""
     tiles = tl.cdiv(n, BLOCK)
@@ -46,10 +55,14 @@ def conflict_matrix_kernel(
     from_i = log_prob(logits_ptr, i[:, None], stride_n, token_j, stride_v, lse_i, known, True)
     from_j = log_prob(logits_ptr, j[None, :], stride_n, token_i, stride_v, lse_j, known, True)
     inside = (i[:, None] < n) & (j[None, :] < n)
-    tl.store(conflict_ptr + (row + i[:, None]) * n + j[None, :], (from_i + from_j).to(tl.float32), mask=inside)
+    tl.store(
+        conflict_ptr + (row + i[:, None]) * n + j[None, :], (from_i + from_j).to(tl.float32), mask=inside
+    )
 
 
-def plan(logits: torch.Tensor, token: torch.Tensor, logsumexp: torch.Tensor) -> tuple[list[Launch], torch.Tensor]:
+def plan(
+    logits: torch.Tensor, token: torch.Tensor, logsumexp: torch.Tensor
+) -> tuple[list[Launch], torch.Tensor]:
     """Kernel launches and the conflict matrix that they write."""
     B, n, V = logits.shape
     conflict = torch.empty((B, n, n), dtype=torch.float32, device=logits.device)
@@ -73,8 +86,9 @@ def plan(logits: torch.Tensor, token: torch.Tensor, logsumexp: torch.Tensor) -> 
 
 
 def conflict_matrix(logits: torch.Tensor, token: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
-    """D, float32 [B, n, n], symmetric to the bit, of logits [B, n, V], token [B, n] int64 and logsumexp [B, n].
+    """D, float32 [B, n, n], symmetric to the bit.
 
+    logits: [B, n, V]. token: [B, n] int64. logsumexp: [B, n], of the same rows.
     The diagonal is 2 log p_i(token_i). A token outside [0, V) makes its row and column NaN.
     """
     launches, conflict = plan(logits, token, logsumexp)

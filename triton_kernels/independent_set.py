@@ -6,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, run, tile_of
-
-_TILE = 2048  # numbers in a tile of the matrix, when a block of columns is read at once
+from .launch import Launch, one_program, run
 
 
 @triton.jit
@@ -16,6 +14,13 @@ def best_candidate(priority, candidate, i, BLOCK: tl.constexpr):
     """Index of the candidate of highest priority, the lowest at a tie; BLOCK if there is none."""
     best = tl.max(tl.where(candidate, priority, -float("inf")), 0)
     return tl.min(tl.where(candidate & (priority == best), i, BLOCK), 0)
+
+
+@triton.jit
+def _next(waiting, priority, candidate, i, BLOCK: tl.constexpr):
+    """The first position that waits, else the best candidate; BLOCK once neither is left."""
+    first = tl.min(tl.where(waiting, i, BLOCK), 0)
+    return tl.where(first < BLOCK, first, best_candidate(priority, candidate, i, BLOCK))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -30,9 +35,8 @@ def independent_set_kernel(
     stride_i,
     stride_j,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """The set of matrix ``program_id(0)``: take the best candidate, drop those whose row conflicts with it, repeat."""
+    """The set of matrix ``program_id(0)``: take the best candidate, drop what it rules out, repeat."""
     batch = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < n
@@ -46,19 +50,15 @@ def independent_set_kernel(
     if preselected_ptr is not None:
         selected = tl.load(preselected_ptr + batch * n + i, mask=inside, other=0) != 0
         candidate &= selected == 0
-        for first in range(0, n, COLUMNS):
-            j = first + tl.arange(0, COLUMNS)
-            chosen = tl.load(preselected_ptr + batch * n + j, mask=j < n, other=0) != 0
-            pointer = row_ptr[:, None] + j.to(tl.int64)[None, :] * stride_j
-            conflict = tl.load(pointer, mask=inside[:, None] & chosen[None, :], other=0) != 0
-            candidate &= tl.max(conflict.to(tl.int32), 1) == 0
 
-    best = best_candidate(priority, candidate, i, BLOCK)
-    while best < BLOCK:
-        selected |= i == best
-        candidate &= i != best
-        candidate &= tl.load(row_ptr + best.to(tl.int64) * stride_j, mask=candidate, other=0) == 0
-        best = best_candidate(priority, candidate, i, BLOCK)
+    waiting = selected  # in, but the candidates have not been tested against it yet
+    j = _next(waiting, priority, candidate, i, BLOCK)
+    while j < BLOCK:
+        selected |= i == j
+        waiting &= i != j
+        candidate &= i != j
+        candidate &= tl.load(row_ptr + j.to(tl.int64) * stride_j, mask=candidate, other=0) == 0
+        j = _next(waiting, priority, candidate, i, BLOCK)
     tl.store(selected_ptr + batch * n + i, selected, mask=inside)
 
 
@@ -73,7 +73,7 @@ def plan(
     selected = torch.empty((B, n), dtype=torch.bool, device=conflict.device)
     if B * n == 0:
         return [], selected
-    block, num_warps = tile_of(n, smallest=32, per_warp=64)
+    block, num_warps = one_program(n)
     stride_b, stride_i, stride_j = conflict.stride()
     arguments = {
         "conflict_ptr": conflict,
@@ -86,7 +86,6 @@ def plan(
         "stride_i": stride_i,
         "stride_j": stride_j,
         "BLOCK": block,
-        "COLUMNS": max(_TILE // block, 1),
     }
     return [Launch(independent_set_kernel, (B,), arguments, num_warps)], selected
 
@@ -97,10 +96,11 @@ def independent_set(
     eligible: torch.Tensor | None,
     preselected: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Selection, bool [B, n], of conflict [B, n, n] bool and priority [B, n]; eligible and preselected are [B, n] bool.
+    """Selection, bool [B, n].
 
-    A candidate joins unless its row of conflict is set at a position that is in; higher priority first, ties to the lower
-    index, NaN never. preselected positions are in from the start.
+    conflict: [B, n, n] bool. priority: [B, n] float. eligible, preselected: [B, n] bool. A candidate joins
+    unless its row of conflict is set at a position that is in; higher priority first, then the lower index.
+    NaN is no candidate. preselected positions are in from the start.
     """
     launches, selected = plan(conflict, priority, eligible, preselected)
     run(launches, conflict.device)

@@ -12,7 +12,7 @@ import triton
 
 
 class Launch(NamedTuple):
-    """One kernel launch: ``kernel[grid](**arguments, num_warps=num_warps)``; constexpr parameters are arguments too."""
+    """One kernel launch, ``kernel[grid](**arguments, num_warps=num_warps)``; constexprs are arguments too."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -40,7 +40,7 @@ def run(launches: Sequence[Launch], device: torch.device) -> None:
             launch.kernel[launch.grid](**launch.arguments, num_warps=launch.num_warps)
 
 
-def tile_of(length: int, smallest: int, per_warp: int, most_warps: int = 16) -> tuple[int, int]:
-    """Width (a power of two, at least ``smallest``) and warps of a tile that holds ``length`` numbers in one program."""
-    width = max(smallest, triton.next_power_of_2(length))
-    return width, min(max(width // per_warp, 1), most_warps)
+def one_program(n: int) -> tuple[int, int]:
+    """Block (a power of two) and warps of a program that holds all n positions of a sequence."""
+    block = max(32, triton.next_power_of_2(n))
+    return block, min(block // 32, 16)

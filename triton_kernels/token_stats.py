@@ -1,14 +1,14 @@
 """token_stats: the best token of each position and its statistics, from one read of the logits.
 
-A program reads one slice of a row, block by block, and keeps the slice's largest logit ``top`` and where it is (``at``).
-With e_v = exp(x_v - top), summed over the slice, lane by lane:
+A program reads one slice of a row, block by block. It keeps the slice's largest logit ``top``, where that is
+(``at``) and, lane by lane, sums over it. With e_v = exp(x_v - top) and y the earlier step's row, these are
 
-    rest   sum of e_v without the best token, so that the confidence 1 / (1 + rest) is resolved near one
-    slope  sum of e_v (x_v - top)                            entropy = log(1 + rest) - slope / (1 + rest)
-    cross  sum of e_v ((x_v - top) - (y_v - top_y))          kl = cross / (1 + rest) - log(1 + rest) + log(1 + rest_y)
+    rest   e_v, the best token's left out      confidence = 1 / (1 + rest), resolved near one
+    slope  e_v (x_v - top)                     entropy = log(1 + rest) - slope / (1 + rest)
+    cross  e_v ((x_v - top) - (y_v - top_y))   kl = cross / (1 + rest) - log(1 + rest) + log(1 + rest_y)
 
-where y is the earlier step's row. The elements are float32; everything after the lanes are added up is float64.
-With many rows a slice is a whole row and the program writes the results; with few rows a second kernel merges the slices.
+The lanes are float32; once they are added up everything is float64. With many rows a slice is a whole row and
+its program writes the results; with few rows a second kernel merges the slices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIELDS = 8  # numbers in the partial result of a slice: top, at, rest, slope, t
 
 
 class Config(NamedTuple):
-    """How a row is cut: slices of ``slice_width`` logits, one program each, walked ``block`` logits at a time."""
+    """How a row is cut: a program walks ``slice_width`` logits, ``block`` at a time."""
 
     block: int
     num_warps: int
@@ -34,8 +34,9 @@ class Config(NamedTuple):
     slices: int
 
 
-# (bytes of a logit, is there an earlier step) -> logits a program reads at a time. A thread of 8 warps then holds 8 or 16
-# of each row: one or two 16-byte loads a row, and accumulators that leave room for several programs per multiprocessor.
+# (bytes of a logit, is there an earlier step) -> logits that a program of 8 warps reads at a time. A thread
+# then holds 8 or 16 of each row: one or two 16-byte loads, and few enough accumulators that several programs
+# fit on a multiprocessor.
 _BLOCK = {(2, False): 4096, (2, True): 2048, (4, False): 2048, (4, True): 2048}
 _PROGRAMS = 1024  # enough to fill every multiprocessor of the largest GPUs several programs deep
 _MOST_SLICES = 64
@@ -218,7 +219,7 @@ def token_stats_kernel(
 
 @triton.jit
 def _rebase(top):
-    """Largest of the slices' tops, and what to add to each slice's logits and multiply its e by to refer them to it."""
+    """The largest top, and by slice what its logits and its e change by when they refer to that one."""
     best = tl.max(top, 0)
     shift = tl.where(top > -float("inf"), top - best, 0.0)
     scale = tl.where(top > -float("inf"), tl.exp(shift), 0.0)
@@ -294,7 +295,7 @@ def plan(
     banned_token: int,
     out_dtype: torch.dtype,
 ) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
-    """Kernel launches, in order, and the tensors (token, confidence, logsumexp, entropy, kl) that they write."""
+    """Kernel launches, in order, and what they write: token, confidence, logsumexp, entropy and kl."""
     if logits.dtype not in _DTYPES:
         raise TypeError(f"logits: the Triton kernel takes float16, bfloat16 or float32, got {logits.dtype}")
     B, n, V = logits.shape
@@ -363,11 +364,12 @@ def token_stats(
     banned_token: int,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """Token, confidence, logsumexp, entropy and kl, [B, n] each, of logits [B, n, V]; kl is empty without prev_logits.
+    """Token, confidence, logsumexp, entropy and kl, [B, n] each; kl is empty without prev_logits.
 
-    prev_logits: [B, m, V] of the same dtype. prev_rows: [B, n] int64, which row of prev_logits goes with each position;
-    outside [0, m) means none. banned_token: left out of both distributions, -1 for none. out_dtype: float32 or float64.
-    TypeError for logits that are not float16, bfloat16 or float32.
+    logits: [B, n, V] float16, bfloat16 or float32, else TypeError. prev_logits: [B, m, V] of the same dtype.
+    prev_rows: [B, n] int64, which row of prev_logits goes with each position; outside [0, m) means none.
+    banned_token: left out of both distributions; -1 for none. out_dtype: float32 or float64; a kl beyond the
+    range of float32 is +inf in either.
     """
     launches, outputs = plan(logits, prev_logits, prev_rows, banned_token, out_dtype)
     run(launches, logits.device)

@@ -1,0 +1,179 @@
+"""The Triton kernels compiled ahead of time for GPUs that need not be there: they compile, and spill nothing.
+
+What is compiled comes from the same plans that the host functions run, specialised by Triton's own rules for
+the arguments: dtypes, alignment, divisibility by 16, None and 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, CompiledKernel, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from dlmkern.triton_kernels import cap_select, conflict_matrix, independent_set, token_stats
+    from dlmkern.triton_kernels.launch import Launch
+
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs in the process that test_in_own_process starts")
+
+V = 126464
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="this process can compile")
+def test_in_own_process(run_again: Callable[[str, bool], None]) -> None:
+    run_again(__file__, False)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing that was compiled before counts."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def stats_launches(
+    rows: int, V: int, dtype: torch.dtype, prev: bool, out_dtype: torch.dtype, contiguous: bool = True
+) -> list[Launch]:
+    # The memory is never touched.
+    logits = torch.empty(1, rows, V, dtype=dtype) if contiguous else torch.empty(1, V, rows, dtype=dtype).mT
+    prev_rows = torch.empty(1, rows, dtype=torch.int64) if prev and contiguous else None
+    return token_stats.plan(logits, logits if prev else None, prev_rows, 5, out_dtype)[0]
+
+
+def conflict_launches(dtype: torch.dtype) -> list[Launch]:
+    logits, token = torch.empty(2, 64, V, dtype=dtype), torch.empty(2, 64, dtype=torch.int64)
+    return conflict_matrix.plan(logits, token, torch.empty(2, 64, dtype=torch.float64))[0]
+
+
+def set_launches(n: int, everything: bool) -> list[Launch]:
+    conflict, some = torch.empty(2, n, n, dtype=torch.bool), torch.empty(2, n, dtype=torch.bool)
+    priority = torch.empty(2, n, dtype=torch.float64 if everything else torch.float32)
+    return independent_set.plan(conflict, priority, *((some, some) if everything else (None, None)))[0]
+
+
+def cap_launches(n: int, dtype: torch.dtype, logits: bool, strict: bool) -> list[Launch]:
+    scores, token = torch.empty(2, n, V, dtype=dtype), torch.empty(2, n, dtype=torch.int64)
+    mask = torch.empty(2, n, dtype=torch.bool) if logits else None
+    logsumexp = torch.empty(2, n, dtype=torch.float64) if logits else None
+    threshold = torch.empty(2, dtype=torch.float64)
+    return cap_select.plan(scores, token, logsumexp, mask, threshold, threshold, threshold, strict)[0]
+
+
+FEW, MANY = 32, 4096  # rows that are sliced, rows that are not
+CASES: dict[str, Callable[[], list[Launch]]] = {
+    "token_stats bf16, few rows": partial(stats_launches, FEW, V, torch.bfloat16, False, torch.float64),
+    "token_stats bf16, many rows": partial(stats_launches, MANY, V, torch.bfloat16, False, torch.float64),
+    "token_stats bf16 prev, few rows": partial(stats_launches, FEW, V, torch.bfloat16, True, torch.float64),
+    "token_stats f16 prev, many rows": partial(stats_launches, MANY, V, torch.float16, True, torch.float32),
+    "token_stats f32, few rows": partial(stats_launches, FEW, V, torch.float32, False, torch.float32),
+    "token_stats f32 prev, many rows": partial(stats_launches, MANY, V, torch.float32, True, torch.float64),
+    "token_stats f32 prev, V = 50": partial(stats_launches, FEW, 50, torch.float32, True, torch.float64),
+    "token_stats f32 prev, strided V": partial(
+        stats_launches, FEW, V, torch.float32, True, torch.float64, contiguous=False
+    ),
+    "conflict_matrix bf16": partial(conflict_launches, torch.bfloat16),
+    "conflict_matrix f32": partial(conflict_launches, torch.float32),
+    "independent_set n = 32": partial(set_launches, 32, False),
+    "independent_set n = 256": partial(set_launches, 256, True),
+    "independent_set n = 2048": partial(set_launches, 2048, True),
+    "cap_select bf16, n = 32": partial(cap_launches, 32, torch.bfloat16, True, False),
+    "cap_select f16, n = 128": partial(cap_launches, 128, torch.float16, True, False),
+    "cap_select f32, n = 256": partial(cap_launches, 256, torch.float32, True, False),
+    "cap_select bf16, n = 2048": partial(cap_launches, 2048, torch.bfloat16, True, True),
+    "cap_select probabilities, n = 256": partial(cap_launches, 256, torch.float32, False, False),
+}
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+
+def compile_for(launch: Launch, target: tuple[str, int | str, int]) -> CompiledKernel:
+    """What ``launch.kernel[launch.grid](...)`` would compile on that GPU."""
+    kernel = launch.kernel
+    gpu = GPUTarget(*target)
+    backend = make_backend(gpu)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = {"num_warps": launch.num_warps}
+    arguments, specialization, _ = bind(**launch.arguments, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(
+        backend, options, arguments, specialization, options
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=gpu, options=parsed.__dict__)
+
+
+class Usage(NamedTuple):
+    """Registers of a thread, and what did not fit into them."""
+
+    registers: int
+    spilled: int
+
+
+def usage(kernel: CompiledKernel, folder: Path) -> Usage:
+    if "amdgcn" in kernel.asm:
+        entry = {key: int(n) for key, n in re.findall(r"\.(\w+):\s+(\d+)\n", kernel.asm["amdgcn"])}
+        spills = entry["vgpr_spill_count"] + entry["sgpr_spill_count"] + entry["private_segment_fixed_size"]
+        return Usage(entry["vgpr_count"], spills)
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    listing = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    fields = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", listing))
+    return Usage(int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"]))
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    rows: list[str] = []
+    yield rows
+    print(*rows, sep="\n")
+
+
+@compiled
+@pytest.mark.parametrize("name", TARGETS)
+def test_kernels_compile_without_spills(name: str, tmp_path: Path, table: list[str]) -> None:
+    spilled = []
+    for case, launches in CASES.items():
+        for launch in launches():
+            registers, spill = usage(compile_for(launch, TARGETS[name]), tmp_path)
+            table.append(
+                f"{name:7} {case:34} {launch.kernel.__name__:22} "
+                f"{launch.num_warps:2} warps {registers:3} registers {spill} spilled"
+            )
+            assert registers > 0
+            spilled += [table[-1]] if spill else []
+    assert not spilled, "\n".join(spilled)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["sm_90", "gfx942"])
+def test_spills_are_seen(name: str, tmp_path: Path) -> None:
+    """The same kernel, with a block that one warp cannot hold."""
+    launch = CASES["token_stats f32 prev, many rows"]()[0]
+    launch = launch._replace(arguments=launch.arguments | {"BLOCK": 2048}, num_warps=1)
+    assert usage(compile_for(launch, TARGETS[name]), tmp_path).spilled > 0
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_read_16_bytes_at_a_time(dtype: torch.dtype) -> None:
+    for rows in (FEW, MANY):
+        ptx = compile_for(stats_launches(rows, V, dtype, True, torch.float64)[0], TARGETS["sm_90"]).asm["ptx"]
+        loads = re.findall(r"ld\.global\S*", ptx)
+        assert {load for load in loads if not load.endswith("b64")} == {"ld.global.v4.b32"}, loads
