@@ -26,7 +26,10 @@ class Kind(NamedTuple):
 
 def all_tensors(*arrays: Any) -> bool:
     """Whether there is nothing to convert: every argument is a tensor or None."""
-    return all(x is None or isinstance(x, Tensor) for x in arrays)
+    for x in arrays:  # noqa: SIM110 -- on the way of every call, and twice as fast as all()
+        if x is not None and not isinstance(x, Tensor):
+            return False
+    return True
 
 
 def call(

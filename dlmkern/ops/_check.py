@@ -101,31 +101,24 @@ def per_row(name: str, value: object, batch: int, dtype: torch.dtype, device: to
     raise TypeError(f"{name}: expected {expected} or a tensor, got {type(value).__name__}")
 
 
-def host_values(value: Number) -> list[float] | None:
-    """The numbers in `value` if they can be read without waiting for a device, else None."""
+def host_values(value: Number, batch: int) -> list[float]:
+    """What per_row takes, one number a row, if it can be read without waiting for a device, else nothing."""
     if not isinstance(value, Tensor):
-        return [value]
+        return [value] * max(batch, 1)
     if torch.compiler.is_compiling() or type(value) is not Tensor or value.device.type != "cpu":
-        return None
-    numbers: list[float] = value.reshape(-1).tolist()
-    return numbers
+        return []
+    return value.tolist() if value.ndim else [value.item()] * max(batch, 1)
 
 
-def in_range(name: str, value: Number, low: float, high: float, expected: str) -> None:
-    """Refuses numbers outside [low, high], NaN included, where host_values can read them."""
-    for number in host_values(value) or ():
+def in_range(name: str, values: list[float], low: float, high: float, expected: str) -> None:
+    """Refuses host_values outside [low, high], NaN included."""
+    for number in values:
         if not low <= number <= high:
             raise ValueError(f"{name}: expected {expected}, got {number}")
 
 
-def in_order(low_name: str, low: Number, high_name: str, high: Number) -> None:
-    """Refuses ``low > high`` in any row, where host_values can read both."""
-    lows, highs = host_values(low), host_values(high)
-    if lows is None or highs is None:
-        return
-    rows = max(len(lows), len(highs))
-    for a, b in zip(lows * (rows // len(lows)), highs * (rows // len(highs)), strict=True):
-        if a > b:
-            raise ValueError(
-                f"{low_name}: expected at most {high_name}, got {low_name}={a} > {high_name}={b}"
-            )
+def in_order(low_name: str, lows: list[float], high_name: str, highs: list[float]) -> None:
+    """Refuses host_values with low > high in any row."""
+    for low, high in zip(lows, highs, strict=False):
+        if low > high:
+            raise ValueError(f"{low_name}: expected at most {high_name}={high}, got {low}")

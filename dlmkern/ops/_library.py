@@ -7,7 +7,7 @@ import torch
 
 from dlmkern.backends import registry
 
-_LIBRARY = torch.library.Library("dlmkern", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("dlmkern", "DEF")
 
 
 def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,8 +22,8 @@ def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
         first = args[0]
         return registry.resolve(name, first.device, first.dtype)(*args)
 
-    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dlmkern::{name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.dlmkern, name).default
     return op

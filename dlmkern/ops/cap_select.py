@@ -110,10 +110,11 @@ def cap_select(
     low = _check.per_row("tau_low", tau_low, batch, torch.float64, x.device)
     high = _check.per_row("tau_high", tau_high, batch, torch.float64, x.device)
     conflict = _check.per_row("gamma", gamma, batch, torch.float64, x.device)
-    _check.in_range("tau_low", tau_low, 0.0, 1.0, "a threshold in [0, 1]")
-    _check.in_range("tau_high", tau_high, 0.0, math.inf, "a threshold of at least 0")
-    _check.in_range("gamma", gamma, -math.inf, math.inf, "a number")
-    _check.in_order("tau_low", tau_low, "tau_high", tau_high)
+    lows, highs = _check.host_values(tau_low, batch), _check.host_values(tau_high, batch)
+    _check.in_range("tau_low", lows, 0.0, 1.0, "a threshold in [0, 1]")
+    _check.in_range("tau_high", highs, 0.0, math.inf, "a threshold of at least 0")
+    _check.in_range("gamma", _check.host_values(gamma, batch), -math.inf, math.inf, "a number")
+    _check.in_order("tau_low", lows, "tau_high", highs)
 
     if token is None or logsumexp is None:
         stats = token_stats(x, banned_token=banned_token, out_dtype=torch.float64)

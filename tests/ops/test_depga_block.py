@@ -188,6 +188,8 @@ def test_length_stays_within_its_limits(
 
 def test_zero_rows(backend: str, device: torch.device) -> None:
     none = torch.zeros((0, 5), device=device)
+    no_row = torch.zeros(0, dtype=torch.int64, device=device)
+    assert dlmkern.depga_block(none, none, no_row, l_min=no_row, l_max=no_row).shape == (0,)
     assert_same(dlmkern.depga_block(none, none, 10), torch.zeros(0, dtype=torch.int64))
 
 
