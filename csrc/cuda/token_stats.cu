@@ -310,6 +310,7 @@ struct Arguments {
   }
 };
 
+// Four blocks on a multiprocessor leave enough registers.
 template <class T, class Real, bool kHasPrev>
 __global__ void __launch_bounds__(kThreads, 4) scan_rows(Arguments<T> a) {
   DLMKERN_SHARED(Partial[kWarps], of_warp);

@@ -22,8 +22,8 @@ struct Arguments {
   }
 };
 
-// A warp for each position.
-__global__ void __launch_bounds__(kThreads) topk_kl(Arguments a) {
+// A warp for each position. Eight blocks on a multiprocessor leave enough registers.
+__global__ void __launch_bounds__(kThreads, 8) topk_kl(Arguments a) {
   const int64_t row = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
   if (row >= a.rows) return;  // the whole warp
   const int64_t b = row / a.n, i = row % a.n;

@@ -149,8 +149,9 @@ struct Snapshot {
   }
 };
 
+// Two blocks on a multiprocessor leave enough registers.
 template <class T>
-__global__ void __launch_bounds__(kThreads) topk_snapshot(Arguments<T> a) {
+__global__ void __launch_bounds__(kThreads, 2) topk_snapshot(Arguments<T> a) {
   DLMKERN_SHARED(unsigned, taken);
   const int64_t b = blockIdx.x / a.n, i = blockIdx.x % a.n;
   const Snapshot snapshot{a.ids.address(b, i), a.logp.address(b, i), a.ids.stride[2], a.logp.stride[2], a.k};

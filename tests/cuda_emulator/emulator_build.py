@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 EMULATOR = Path(__file__).resolve().parent
@@ -18,7 +19,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 
 
 def cuda_include() -> Path:
-    """The CUDA toolkit's headers: of CUDA_HOME (or its usual place), next to nvcc, or those Triton carries."""
+    """The CUDA toolkit's headers: of CUDA_HOME (or its usual place), beside nvcc, or those in Triton."""
     candidates = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
     if nvcc := shutil.which("nvcc"):
         candidates.append(Path(nvcc).resolve().parents[1] / "include")
@@ -37,44 +38,49 @@ def cuda_include() -> Path:
 def build(
     name: str, sources: Sequence[Path], *, flags: Sequence[str] = (), includes: Sequence[Path] = ()
 ) -> Path:
-    """Compiles `sources` and the emulator to a shared library, or to a program if `name` does not end in .so.
+    """Compiles `sources` and the emulator to a shared library, or to a program if `name` doesn't end in .so.
 
-    The result is kept in build/emulator and made again when a source, a header beside one, or a flag changes.
+    Results are kept in build/emulator and made again when a source, a header beside one, or a flag changes.
     Raises RuntimeError with the compiler's output if it fails or warns.
     """
     directories = [EMULATOR, ROOT / "csrc" / "cuda", ROOT / "csrc" / "include", *includes]
-    objects = [*sources, EMULATOR / "cuda_emulator.cpp", EMULATOR / "fibre.cpp"]
-    compile_flags = [
+    command = [
+        os.environ.get("CXX", "g++"),
         "-std=c++20",
         "-O1",
         "-g1",
         *WARNINGS,
         "-fPIC",
         "-fvisibility=hidden",
-        "-DDLMKERN_EMULATE",
     ]
-    compile_flags += [
-        *flags,
-        "-isystem",
-        str(cuda_include()),
-        *(f"-I{directory}" for directory in directories),
-    ]
+    command += ["-DDLMKERN_EMULATE", *flags, "-isystem", str(cuda_include())]
+    command += [f"-I{directory}" for directory in directories]
+    headers = b"".join(path.read_bytes() for folder in directories for path in sorted(folder.glob("*.h")))
 
-    headers = sorted(path for directory in directories for path in directory.glob("*.h"))
-    digest = hashlib.sha256(repr((name, compile_flags)).encode())
-    for path in [*objects, *headers]:
-        digest.update(path.read_bytes())
-    output = BUILD / digest.hexdigest()[:16] / name
-    if output.exists():
-        return output
+    def compile_source(source: Path) -> Path:
+        key = [repr(command).encode(), headers, source.read_bytes()]
+        return make(f"{source.stem}.o", key, [*command, "-x", "c++", "-c", str(source)])
 
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        objects = list(
+            pool.map(compile_source, [*sources, EMULATOR / "cuda_emulator.cpp", EMULATOR / "fibre.cpp"])
+        )
     link = ["-shared"] if name.endswith(".so") else []
-    scratch = output.with_name(f"{name}.{os.getpid()}")
-    compiler = os.environ.get("CXX", "g++")
-    command = [compiler, *compile_flags, *link, "-x", "c++", *map(str, objects), "-o", str(scratch)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
-    scratch.rename(output)  # other test processes see all of it or nothing
+    key = [repr(command).encode(), *(str(path).encode() for path in objects)]
+    return make(name, key, [command[0], *flags, *link, *map(str, objects)])
+
+
+def make(name: str, key: Sequence[bytes], command: Sequence[str]) -> Path:
+    """The file that `command` writes to what follows its -o, or an earlier one made with the same key."""
+    digest = hashlib.sha256()
+    for part in key:
+        digest.update(part)
+    output = BUILD / digest.hexdigest()[:16] / name
+    if not output.exists():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = output.with_name(f"{name}.{os.getpid()}")
+        result = subprocess.run([*command, "-o", str(scratch)], capture_output=True, text=True)
+        if result.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
+        scratch.rename(output)  # other test processes see all of it or nothing
     return output

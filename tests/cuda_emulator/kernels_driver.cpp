@@ -1,0 +1,273 @@
+// Runs every CUDA kernel in the emulator over awkward shapes and layouts, for the sanitizers: each tensor is
+// an allocation of exactly the bytes that its view spans, so that any access beyond it is seen.
+//
+//   kernels_driver ORDER SEED    prints a hash of all outputs, which must not depend on the schedule
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "dlmkern.h"
+#include "dlmkern_cuda.h"
+
+namespace {
+
+std::mt19937_64 generator(1);
+std::uint64_t hash = 14695981039346656037u;
+
+double uniform() { return std::uniform_real_distribution<double>()(generator); }
+
+// How a tensor lies in memory.
+struct Layout {
+  std::int64_t step;    // stride of the last axis
+  std::int64_t gap;     // elements between the rows of the second to last axis
+  std::int64_t offset;  // elements before the first, which takes vectors off their alignment
+};
+
+constexpr Layout kLayouts[] = {{1, 0, 0}, {1, 3, 1}, {2, 5, 0}, {1, 1, 0}, {1, 1 << 16, 3}};
+
+std::size_t bytes_of(int dtype) {
+  switch (dtype) {
+    case DLMKERN_FLOAT32:
+      return 4;
+    case DLMKERN_BFLOAT16:
+    case DLMKERN_FLOAT16:
+      return 2;
+    case DLMKERN_BOOL:
+      return 1;
+    default:
+      return 8;
+  }
+}
+
+class Tensor {
+ public:
+  Tensor(int dtype, std::vector<std::int64_t> shape, Layout layout = kLayouts[0]) : dtype_(dtype) {
+    view_.dtype = dtype;
+    view_.ndim = static_cast<int>(shape.size());
+    std::int64_t stride = layout.step;
+    for (int axis = view_.ndim - 1; axis >= 0; --axis) {
+      view_.shape[axis] = shape[axis];
+      view_.stride[axis] = stride;
+      stride = stride * shape[axis] + (axis == view_.ndim - 1 ? layout.gap : 0);
+    }
+    std::int64_t last = 0;
+    for (int axis = 0; axis < view_.ndim; ++axis)
+      last += std::max<std::int64_t>(shape[axis] - 1, 0) * view_.stride[axis];
+    const std::size_t elements = size() == 0 ? 0 : static_cast<std::size_t>(layout.offset + last + 1);
+    bytes_ = std::make_unique<unsigned char[]>(elements * bytes_of(dtype));
+    std::memset(bytes_.get(), 0xff, elements * bytes_of(dtype));
+    view_.data = bytes_.get() + layout.offset * static_cast<std::int64_t>(bytes_of(dtype));
+  }
+
+  operator const dlmkern_view*() const { return &view_; }  // as the C API takes it
+
+  std::int64_t size() const {
+    std::int64_t size = 1;
+    for (int axis = 0; axis < view_.ndim; ++axis) size *= view_.shape[axis];
+    return size;
+  }
+
+  template <class Value>
+  Tensor& fill(Value value) {
+    each([&](void* address) { store(address, value()); });
+    return *this;
+  }
+
+  // FNV-1a over the elements.
+  void add_to_hash() const {
+    each([&](const void* address) {
+      for (std::size_t i = 0; i < bytes_of(dtype_); ++i) {
+        hash = (hash ^ static_cast<const unsigned char*>(address)[i]) * 1099511628211u;
+      }
+    });
+  }
+
+ private:
+  template <class Body>
+  void each(Body body) const {
+    const auto extent = [&](int axis) { return axis < view_.ndim ? view_.shape[axis] : 1; };
+    const auto stride = [&](int axis) { return axis < view_.ndim ? view_.stride[axis] : 0; };
+    for (std::int64_t i = 0; i < extent(0); ++i) {
+      for (std::int64_t j = 0; j < extent(1); ++j) {
+        for (std::int64_t k = 0; k < extent(2); ++k) {
+          const std::int64_t element = i * stride(0) + j * stride(1) + k * stride(2);
+          body(static_cast<unsigned char*>(view_.data) +
+               element * static_cast<std::int64_t>(bytes_of(dtype_)));
+        }
+      }
+    }
+  }
+
+  void store(void* address, double value) const {
+    const auto put = [&](auto element) {
+      std::memcpy(address, static_cast<const void*>(&element), sizeof element);
+    };
+    switch (dtype_) {
+      case DLMKERN_FLOAT64:
+        return put(value);
+      case DLMKERN_FLOAT32:
+        return put(static_cast<float>(value));
+      case DLMKERN_BFLOAT16:
+        return put(__float2bfloat16(static_cast<float>(value)));
+      case DLMKERN_FLOAT16:
+        return put(__float2half(static_cast<float>(value)));
+      case DLMKERN_INT64:
+        return put(static_cast<std::int64_t>(value));
+      default:
+        return put(static_cast<unsigned char>(value));
+    }
+  }
+
+  int dtype_;
+  dlmkern_view view_{};
+  std::unique_ptr<unsigned char[]> bytes_;
+};
+
+class Workspace {
+ public:
+  explicit Workspace(std::size_t bytes)
+      : bytes_(bytes), data_(std::aligned_alloc(256, (bytes + 255) / 256 * 256)) {
+    std::memset(data_, 0xff, bytes);
+  }
+  ~Workspace() { std::free(data_); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  void* data() const { return bytes_ == 0 ? nullptr : data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::size_t bytes_;
+  void* data_;
+};
+
+void check(const char* function, int error) {
+  if (error == DLMKERN_OK) return;
+  std::fprintf(stderr, "%s: error %d %s\n", function, error, cudaGetErrorString(cudaErrorUnknown));
+  std::exit(EXIT_FAILURE);
+}
+
+// Mostly ordinary logits; sometimes banned ones, rarely a NaN or an infinity, which make their row undefined.
+double logit() {
+  const double kind = uniform();
+  if (kind < 0.02) return -INFINITY;
+  if (kind < 0.0201) return NAN;
+  if (kind < 0.0202) return INFINITY;
+  return 20 * uniform() - (kind < 0.5 ? 100 : 0);
+}
+
+void run_rows(int dtype, std::int64_t B, std::int64_t n, std::int64_t V, Layout layout) {
+  const Tensor logits = std::move(Tensor(dtype, {B, n, V}, layout).fill(logit));
+  const Tensor prev = std::move(Tensor(dtype, {B, n + 1, V}, kLayouts[V % 5]).fill(logit));
+  const Tensor prev_rows =
+      std::move(Tensor(DLMKERN_INT64, {B, n}).fill([&] { return std::floor(uniform() * (n + 3)) - 1; }));
+  const Tensor token(DLMKERN_INT64, {B, n}, {2, 1, 0}), confidence(DLMKERN_FLOAT32, {B, n});
+  const Tensor logsumexp(DLMKERN_FLOAT64, {B, n}, {3, 0, 0}), entropy(DLMKERN_FLOAT32, {B, n}, {1, 2, 0});
+  const Tensor kl(DLMKERN_FLOAT64, {B, n});
+  const std::int64_t banned = V > 1 ? V / 2 : -1;
+  {
+    const Workspace w(dlmkern_cuda_token_stats_workspace(B, n, V));
+    check("token_stats", dlmkern_cuda_token_stats(logits, prev, prev_rows, banned, token, confidence,
+                                                  logsumexp, entropy, kl, w.data(), w.bytes(), nullptr));
+    for (const Tensor* output : {&token, &confidence, &logsumexp, &entropy, &kl}) output->add_to_hash();
+    check("token_stats", dlmkern_cuda_token_stats(logits, nullptr, nullptr, -1, token, nullptr, logsumexp,
+                                                  nullptr, nullptr, w.data(), w.bytes(), nullptr));
+    token.add_to_hash();
+    logsumexp.add_to_hash();
+  }
+  {
+    const Tensor conflict(DLMKERN_FLOAT32, {B, n, n}, layout);
+    check("conflict_matrix",
+          dlmkern_cuda_conflict_matrix(logits, token, logsumexp, conflict, nullptr, 0, nullptr));
+    conflict.add_to_hash();
+  }
+  for (const int strict : {0, 1}) {
+    const Tensor mask =
+        std::move(Tensor(DLMKERN_BOOL, {B, n}, {1, 1, 1}).fill([] { return uniform() < 0.8; }));
+    const bool probabilities = strict == 1;  // the logits taken for them
+    const auto each = [&](double value) {
+      return std::move(Tensor(DLMKERN_FLOAT64, {B}).fill([=] { return value; }));
+    };
+    const Tensor low = each(0.05), high = each(0.4), gamma = each(-9),
+                 selected(DLMKERN_BOOL, {B, n}, {2, 0, 0});
+    const Workspace w(dlmkern_cuda_cap_select_workspace(B, n, V));
+    check("cap_select",
+          dlmkern_cuda_cap_select(
+              logits, token, probabilities ? nullptr : static_cast<const dlmkern_view*>(logsumexp), mask, low,
+              high, gamma, strict, selected, confidence, w.data(), w.bytes(), nullptr));
+    selected.add_to_hash();
+    confidence.add_to_hash();
+  }
+  {
+    const std::int64_t k = std::min<std::int64_t>(V - (banned >= 0), 5);
+    const Tensor ids(DLMKERN_INT64, {B, n, k}), logp(DLMKERN_FLOAT64, {B, n, k}, {1, 2, 0}),
+        floor(DLMKERN_FLOAT64, {B, n});
+    const Workspace w(dlmkern_cuda_topk_snapshot_workspace(B, n, V));
+    check("topk_snapshot",
+          dlmkern_cuda_topk_snapshot(logits, banned, ids, logp, floor, w.data(), w.bytes(), nullptr));
+    check("topk_kl", dlmkern_cuda_topk_kl(ids, logp, ids, logp, floor, kl, nullptr));
+    for (const Tensor* output : {&ids, &logp, &floor, &kl}) output->add_to_hash();
+  }
+}
+
+void run_independent_set(std::int64_t B, std::int64_t n, Layout layout) {
+  const auto often = [](double share) { return [=] { return uniform() < share; }; };
+  const Tensor conflict = std::move(Tensor(DLMKERN_BOOL, {B, n, n}, layout).fill(often(0.1)));
+  const Tensor priority = std::move(Tensor(DLMKERN_FLOAT32, {B, n}, {2, 0, 0}).fill([] {
+    const double p = std::floor(uniform() * 20);
+    return p == 0 ? NAN : p == 1 ? -INFINITY : p;
+  }));
+  const Tensor eligible = std::move(Tensor(DLMKERN_BOOL, {B, n}).fill(often(0.8)));
+  const Tensor preselected = std::move(Tensor(DLMKERN_BOOL, {B, n}, {3, 0, 0}).fill(often(0.05)));
+  const Tensor selected(DLMKERN_BOOL, {B, n});
+  const Workspace w(dlmkern_cuda_independent_set_workspace(B, n, 1));
+  check("independent_set", dlmkern_cuda_independent_set(conflict, priority, eligible, preselected, selected,
+                                                        w.data(), w.bytes(), nullptr));
+  selected.add_to_hash();
+}
+
+void run_depga_block(std::int64_t B, std::int64_t W, int reflect) {
+  const auto value = [] { return uniform() < 0.02 ? (uniform() < 0.5 ? NAN : INFINITY) : uniform(); };
+  const Tensor kl = std::move(Tensor(DLMKERN_FLOAT32, {B, W}, {2, 1, 0}).fill(value));
+  const Tensor entropy = std::move(Tensor(DLMKERN_FLOAT64, {B, W}).fill(value));
+  const Tensor remaining =
+      std::move(Tensor(DLMKERN_INT64, {B}).fill([&] { return std::floor(uniform() * (2 * W + 2)); }));
+  const Tensor lam = std::move(Tensor(DLMKERN_FLOAT64, {B}).fill([] { return 1.2; }));
+  const Tensor l_min = std::move(Tensor(DLMKERN_INT64, {B}).fill([] { return 2; }));
+  const Tensor l_max =
+      std::move(Tensor(DLMKERN_INT64, {B}).fill([&] { return std::max<std::int64_t>(W - 1, 2); }));
+  const Tensor length(DLMKERN_INT64, {B}, {2, 0, 0});
+  const Workspace w(dlmkern_cuda_depga_block_workspace(B, W));
+  check("depga_block", dlmkern_cuda_depga_block(kl, entropy, remaining, lam, l_min, l_max, reflect, length,
+                                                w.data(), w.bytes(), nullptr));
+  length.add_to_hash();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return EXIT_FAILURE;
+  dlmkern::emulator::settings.order = static_cast<dlmkern::emulator::Order>(std::atoi(argv[1]));
+  dlmkern::emulator::settings.seed = std::strtoull(argv[2], nullptr, 10);
+
+  const std::int64_t vocabularies[] = {1, 2, 3, 31, 257, 1024, 1025, 1031};
+  int layout = 0;
+  for (const int dtype : {DLMKERN_FLOAT64, DLMKERN_FLOAT32, DLMKERN_BFLOAT16, DLMKERN_FLOAT16}) {
+    for (const std::int64_t V : vocabularies) run_rows(dtype, 2, 3, V, kLayouts[layout++ % 5]);
+    run_rows(dtype, 0, 3, 7, kLayouts[0]);
+    run_rows(dtype, 2, 0, 7, kLayouts[0]);
+    run_rows(dtype, 1, 1, 9001, kLayouts[layout++ % 5]);  // several splits
+  }
+  run_rows(DLMKERN_BFLOAT16, 1, 40, 33, kLayouts[1]);
+  for (const std::int64_t n : {0, 1, 31, 33, 70}) run_independent_set(2, n, kLayouts[layout++ % 4]);
+  run_independent_set(1, 640, kLayouts[0]);  // beyond shared memory
+  for (const std::int64_t W : {0, 1, 2, 5, 128, 200}) run_depga_block(3, W, static_cast<int>(W % 2));
+  run_depga_block(1, 3200, 0);  // beyond shared memory
+  std::printf("%016llx\n", static_cast<unsigned long long>(hash));
+  return EXIT_SUCCESS;
+}
