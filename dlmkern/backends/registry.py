@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -96,19 +97,16 @@ SCANS = ("token_stats", "conflict_matrix", "cap_select", "topk_snapshot")
 def _triton_function(
     op: str, device: str, refuse: Callable[[str], BackendUnavailableError]
 ) -> Callable[..., Any]:
-    try:
-        import triton
-    except ImportError as error:
-        raise refuse("triton is not installed") from error
-    if device == "cpu" and not triton.knobs.runtime.interpret:
+    if find_spec("triton") is None:
+        raise refuse("triton is not installed")
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise refuse("the tensors are on the CPU; Triton runs there only under TRITON_INTERPRET=1")
     if device not in ("cpu", "cuda"):
         raise refuse(f"the tensors are on {device!r}")
-    try:
-        kernels = importlib.import_module(f"dlmkern.triton_kernels.{op}")
-    except ModuleNotFoundError as error:
-        raise refuse("it has no such kernel") from error
-    return getattr(kernels, op)  # type: ignore[no-any-return]
+    module = f"dlmkern.triton_kernels.{op}"
+    if find_spec(module) is None:
+        raise refuse("it has no such kernel")
+    return getattr(importlib.import_module(module), op)  # type: ignore[no-any-return]
 
 
 def table() -> dict[str, dict[str, str]]:

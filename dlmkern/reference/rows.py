@@ -57,5 +57,5 @@ def float64_rows(x: Tensor, banned_token: int) -> Tensor:
     """A float64 copy of rows with the banned token's logit at -inf; -1 bans none."""
     x = x.to(torch.float64, copy=True)
     if banned_token >= 0:
-        x[..., banned_token] = -torch.inf
+        x[..., banned_token].fill_(-torch.inf)
     return x

@@ -1,0 +1,121 @@
+"""What a step on an accelerator relies on: no op waits for the device or copies the logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dlmkern
+from dlmkern import reference
+
+B, N, V, K = 2, 5, 40, 4
+# torch cannot index fake tensors of a device that it was built without; there only reads of values show.
+FAKE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Watch(TorchDispatchMode):
+    """Records the largest tensor made, and refuses to read one on the host or to make one from host data."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "lift_fresh", "is_nonzero", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        assert name not in self.FORBIDDEN, f"{name} waits for the device"
+        result = func(*args, **(kwargs or {}))
+        on = {x.device.type for x in args if isinstance(x, Tensor)}
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor):
+                assert not on or x.device.type in on, f"{name} moves a tensor to {x.device}"
+                if x.untyped_storage().nbytes() and not func.is_view:
+                    self.largest = max(self.largest, x.numel() * x.element_size())
+        return result
+
+
+def rows(device: str, dtype: torch.dtype = torch.float64, n: int = N) -> Tensor:
+    return torch.zeros((B, n), dtype=dtype, device=device)
+
+
+def arguments(device: str) -> dict[str, tuple[Any, ...]]:
+    """For each op, what the torch op of its name takes."""
+    logits = torch.zeros((B, N, V), dtype=torch.bfloat16, device=device)
+    flags, tokens, statistics = rows(device, torch.bool), rows(device, torch.int64), rows(device)
+    numbers, counts = statistics[:, 0], tokens[:, 0]
+    conflict = torch.zeros((B, N, N), dtype=torch.bool, device=device)
+    ids = torch.zeros((B, N, K), dtype=torch.int64, device=device)
+    return {
+        "token_stats": (logits, logits, tokens, 3, torch.float32),
+        "conflict_matrix": (logits, tokens, statistics),
+        "independent_set": (conflict, statistics, flags, flags),
+        "cap_select": (logits, tokens, statistics, flags, numbers, numbers, numbers, False),
+        "topk_snapshot": (logits, K, 3),
+        "topk_kl": (ids, ids.double(), ids, ids.double(), statistics),
+        "depga_block": (statistics, statistics, counts, numbers, counts, counts, True),
+    }
+
+
+@pytest.mark.parametrize("op", arguments("cpu"))
+def test_reference_never_waits_for_the_device(op: str) -> None:
+    with FakeTensorMode() as mode:
+        taken = arguments(FAKE)[op]
+        with Watch():
+            results = getattr(reference, op)(*taken)
+        for result in results if isinstance(results, tuple) else (results,):
+            assert result.device.type == FAKE
+            assert result.fake_mode is mode
+
+
+def public_calls() -> dict[str, Callable[[], Any]]:
+    def logits() -> Tensor:
+        return torch.zeros((B, N, V), device=FAKE)
+
+    def numbers(dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.zeros(B, dtype=dtype, device=FAKE)
+
+    counts = torch.int64
+    return {
+        "token_stats": lambda: dlmkern.token_stats(logits(), logits(), prev_rows=rows(FAKE, counts)),
+        "kl_entropy": lambda: dlmkern.kl_entropy(logits(), logits()),
+        "conflict_matrix": lambda: dlmkern.conflict_matrix(logits()),
+        "independent_set": lambda: dlmkern.independent_set(dlmkern.conflict_matrix(logits()) > 0, rows(FAKE)),
+        "cap_select": lambda: dlmkern.cap_select(
+            logits=logits(), tau_low=numbers(), tau_high=numbers(), gamma=numbers()
+        ),
+        "cap_select with numbers": lambda: dlmkern.cap_select(logits(), rows(FAKE, torch.bool)),
+        "topk": lambda: dlmkern.topk_kl(*[dlmkern.topk_snapshot(logits(), K)] * 2),
+        "depga_block": lambda: dlmkern.depga_block(
+            rows(FAKE), rows(FAKE), numbers(counts), numbers(), numbers(counts), numbers(counts)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", public_calls())
+def test_public_functions_never_wait_for_the_device(name: str) -> None:
+    with FakeTensorMode(), Watch():
+        result = public_calls()[name]()
+    for x in result if isinstance(result, tuple) else (result,):
+        assert x is None or x.device.type == FAKE
+
+
+@pytest.mark.parametrize("op", ["token_stats", "conflict_matrix", "cap_select", "topk_snapshot"])
+def test_reference_makes_no_copy_of_the_logits(op: str) -> None:
+    n, vocabulary = 48, 30_000
+    logits = torch.zeros((1, n, vocabulary), dtype=torch.bfloat16)
+    tokens, statistics = torch.zeros((1, n), dtype=torch.int64), torch.zeros((1, n), dtype=torch.float64)
+    numbers = statistics[:, 0]
+    taken: tuple[Any, ...] = {
+        "token_stats": (logits, logits, tokens, 3, torch.float32),
+        "conflict_matrix": (logits, tokens, statistics),
+        "cap_select": (logits, tokens, statistics, None, numbers, numbers, numbers, False),
+        "topk_snapshot": (logits, 8, 3),
+    }[op]
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch() as watch:
+        getattr(reference, op)(*taken)
+    assert 0 < watch.largest <= reference.rows.CHUNK_BYTES < logits.numel() * logits.element_size()
