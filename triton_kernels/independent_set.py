@@ -49,7 +49,6 @@ def independent_set_kernel(
     selected = tl.zeros((BLOCK,), tl.int1)
     if preselected_ptr is not None:
         selected = tl.load(preselected_ptr + batch * n + i, mask=inside, other=0) != 0
-        candidate &= selected == 0
 
     waiting = selected  # in, but the candidates have not been tested against it yet
     j = _next(waiting, priority, candidate, i, BLOCK)

@@ -10,8 +10,8 @@ _patched: set[int] = set()
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A kernel's call of another function, tl.max say.
 
-    Before each such call Triton patches the language modules that the function sees, and leaves them so: the first
-    call from a module is enough.
+    Before each such call Triton patches the language modules that the function sees, and leaves them so: once
+    for every module that calls is enough.
     """
     module = id(self.fn.__globals__)
     if module not in _patched:
