@@ -292,48 +292,46 @@ struct Outputs {
   }
 };
 
-template <class T>
-struct Arguments {
-  Tensor<const T> logits, prev_logits;
+// What both kernels are told.
+struct Job {
   Tensor<const int64_t> prev_rows;
-  int64_t n, m, V, banned;
+  int64_t n, m, V, banned;  // m rows of earlier logits
   unsigned splits;
   Partial* partials;  // [rows, splits] if there are several splits
   Outputs outputs;
 
-  __device__ int64_t prev_row(int64_t b, int64_t i) const { return prev_rows ? prev_rows(b, i) : i; }
-
-  __device__ bool has_prev(int64_t b, int64_t i) const {
-    if (!prev_logits) return false;
-    const int64_t row = prev_row(b, i);
-    return row >= 0 && row < m;
+  // The row of earlier logits that belongs to a position, -1 for none.
+  __device__ int64_t prev_row(int64_t b, int64_t i) const {
+    const int64_t row = prev_rows ? prev_rows(b, i) : i;
+    return row >= 0 && row < m ? row : -1;
   }
 };
 
 // Four blocks on a multiprocessor leave enough registers.
 template <class T, class Real, bool kHasPrev>
-__global__ void __launch_bounds__(kThreads, 4) scan_rows(Arguments<T> a) {
+__global__ void __launch_bounds__(kThreads, 4)
+    scan_rows(Job job, Tensor<const T> logits, Tensor<const T> prev_logits) {
   DLMKERN_SHARED(Partial[kWarps], of_warp);
-  const unsigned split = blockIdx.x % a.splits;
-  const int64_t row_index = blockIdx.x / a.splits, b = row_index / a.n, i = row_index % a.n;
+  const unsigned split = blockIdx.x % job.splits;
+  const int64_t row_index = blockIdx.x / job.splits, b = row_index / job.n, i = row_index % job.n;
   const int warp = static_cast<int>(threadIdx.x / kWarp);
 
   using TheScan = Scan<T, Real, kHasPrev>;
   using TheRow = typename TheScan::TheRow;
-  const TheRow row{a.logits.address(b, i), a.logits.stride[2], a.V};
+  const TheRow row{logits.address(b, i), logits.stride[2], job.V};
   // A row without an earlier one is compared with itself, and the result discarded.
-  const bool has_prev = kHasPrev && a.has_prev(b, i);
+  const int64_t prev_row = kHasPrev ? job.prev_row(b, i) : -1;
   const TheRow prev =
-      has_prev ? TheRow{a.prev_logits.address(b, a.prev_row(b, i)), a.prev_logits.stride[2], a.V} : row;
+      prev_row >= 0 ? TheRow{prev_logits.address(b, prev_row), prev_logits.stride[2], job.V} : row;
 
-  const int64_t tiles = divide_up<int64_t>(row.offset() + a.V, TheRow::kTile);
-  const int64_t end = tiles * (split + 1) / a.splits;
+  const int64_t tiles = divide_up<int64_t>(row.offset() + job.V, TheRow::kTile);
+  const int64_t end = tiles * (split + 1) / job.splits;
   TheScan scan;
-  for (int64_t tile = tiles * split / a.splits + warp; tile < end; tile += kWarps) {
+  for (int64_t tile = tiles * split / job.splits + warp; tile < end; tile += kWarps) {
     const int64_t first = tile * TheRow::kTile - row.offset();
     Wide<T> x[TheScan::N], y[TheScan::N];
-    row.read(first, a.banned, x);
-    if constexpr (kHasPrev) prev.read(first, a.banned, y);
+    row.read(first, job.banned, x);
+    if constexpr (kHasPrev) prev.read(first, job.banned, y);
     scan.take(first, x, y);
   }
 
@@ -344,23 +342,22 @@ __global__ void __launch_bounds__(kThreads, 4) scan_rows(Arguments<T> a) {
   Partial result = of_warp[0];
   DLMKERN_NO_UNROLL
   for (int w = 1; w < kWarps; ++w) result.merge(of_warp[w]);
-  if (a.splits == 1) {
-    a.outputs.write(result, has_prev, b, i);
+  if (job.splits == 1) {
+    job.outputs.write(result, prev_row >= 0, b, i);
   } else {
-    a.partials[blockIdx.x] = result;
+    job.partials[blockIdx.x] = result;
   }
 }
 
 // A warp for each row.
-template <class T>
-__global__ void __launch_bounds__(kWarp) merge_splits(Arguments<T> a) {
-  const int64_t row = blockIdx.x, b = row / a.n, i = row % a.n;
+__global__ void __launch_bounds__(kWarp) merge_splits(Job job) {
+  const int64_t row = blockIdx.x, b = row / job.n, i = row % job.n;
   Partial result{-INFINITY, -INFINITY, -1, {}, false};
-  for (unsigned split = threadIdx.x; split < a.splits; split += kWarp) {
-    result.merge(a.partials[row * a.splits + split]);
+  for (unsigned split = threadIdx.x; split < job.splits; split += kWarp) {
+    result.merge(job.partials[row * job.splits + split]);
   }
   for (int offset = kWarp / 2; offset > 0; offset /= 2) result.merge(shuffle_down(result, offset));
-  if (threadIdx.x == 0) a.outputs.write(result, a.has_prev(b, i), b, i);
+  if (threadIdx.x == 0) job.outputs.write(result, job.prev_row(b, i) >= 0, b, i);
 }
 
 int64_t splits_of_row(int64_t rows, int64_t V) {
@@ -368,14 +365,12 @@ int64_t splits_of_row(int64_t rows, int64_t V) {
   return wanted < most ? wanted : most;
 }
 
-template <class T, class Real, bool kHasPrev>
-int run(const Arguments<T>& arguments, int64_t rows, cudaStream_t stream) {
-  const auto kernel = scan_rows<T, Real, kHasPrev>;
-  DLMKERN_LAUNCH(kernel, static_cast<unsigned>(rows * arguments.splits), kThreads, 0, stream)(arguments);
-  DLMKERN_TRY(launch_result());
-  if (arguments.splits == 1) return DLMKERN_OK;
-  DLMKERN_LAUNCH(merge_splits<T>, static_cast<unsigned>(rows), kWarp, 0, stream)(arguments);
-  return launch_result();
+template <class T, class Real>
+void scan(const Job& job, const dlmkern_view* logits, const dlmkern_view* prev_logits, unsigned blocks,
+          cudaStream_t stream) {
+  const auto kernel = job.m > 0 ? scan_rows<T, Real, true> : scan_rows<T, Real, false>;
+  DLMKERN_LAUNCH(kernel, blocks, kThreads, 0, stream)
+  (job, tensor_of<const T>(logits), tensor_of<const T>(prev_logits));
 }
 
 }  // namespace
@@ -410,28 +405,28 @@ extern "C" int dlmkern_cuda_token_stats(const dlmkern_view* logits, const dlmker
   if (!fits_grid(B * n) || !fits_grid(B * n * splits)) return DLMKERN_ERROR_SHAPE;
   DLMKERN_TRY(check_workspace(workspace, workspace_bytes, dlmkern_cuda_token_stats_workspace(B, n, V)));
 
-  return with_float_type(logits->dtype, [&](auto* type) {
+  // Without earlier rows, or without a use for them, every position has none.
+  const int64_t m = kl != nullptr && prev_logits != nullptr ? prev_logits->shape[1] : 0;
+  const Job job{tensor_of<const int64_t>(prev_rows),
+                n,
+                m,
+                V,
+                banned_token,
+                static_cast<unsigned>(splits),
+                static_cast<Partial*>(workspace),
+                {tensor_of<int64_t>(token), real_tensor_of(confidence), real_tensor_of(logsumexp),
+                 real_tensor_of(entropy), real_tensor_of(kl)}};
+  const auto rows = static_cast<unsigned>(B * n);
+  const auto queue = static_cast<cudaStream_t>(stream);
+  with_float_type(logits->dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const bool wants_kl = kl != nullptr && prev_logits != nullptr;
-    const Arguments<T> arguments{tensor_of<const T>(logits),
-                                 tensor_of<const T>(wants_kl ? prev_logits : nullptr),
-                                 tensor_of<const int64_t>(prev_rows),
-                                 n,
-                                 prev_logits != nullptr ? prev_logits->shape[1] : 0,
-                                 V,
-                                 banned_token,
-                                 static_cast<unsigned>(splits),
-                                 static_cast<Partial*>(workspace),
-                                 {tensor_of<int64_t>(token), real_tensor_of(confidence),
-                                  real_tensor_of(logsumexp), real_tensor_of(entropy), real_tensor_of(kl)}};
-    const auto queue = static_cast<cudaStream_t>(stream);
-    if constexpr (!std::is_same_v<T, double>) {
-      if (V > kShortRow) {
-        return wants_kl ? run<T, float, true>(arguments, B * n, queue)
-                        : run<T, float, false>(arguments, B * n, queue);
-      }
-    }
-    return wants_kl ? run<T, double, true>(arguments, B * n, queue)
-                    : run<T, double, false>(arguments, B * n, queue);
+    using Fast = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    const auto chosen = V <= kShortRow ? scan<T, double> : scan<T, Fast>;
+    chosen(job, logits, prev_logits, rows * job.splits, queue);
+    return 0;
   });
+  DLMKERN_TRY(launch_result());
+  if (splits == 1) return DLMKERN_OK;
+  DLMKERN_LAUNCH(merge_splits, rows, kWarp, 0, queue)(job);
+  return launch_result();
 }
