@@ -16,7 +16,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def dtypes_of(backend: str) -> tuple[torch.dtype, ...]:
     """The dtypes of logits that a backend takes."""
-    return DTYPES if backend in ("reference", "cpu") else DTYPES[1:]
+    return DTYPES[1:] if backend == "triton" else DTYPES
 
 
 def ulp(dtype: torch.dtype) -> float:

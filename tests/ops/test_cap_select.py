@@ -80,7 +80,8 @@ def test_against_truth(backend: str, device: torch.device, dtype: torch.dtype, s
         pytest.skip(f"{backend} does not take {dtype} logits")
     removed = committed = 0
     few = backend == "triton"  # in the interpreter every step of the scan takes milliseconds
-    for n, vocabulary in ((1, 2), (5, 7), (33, 12)) if few else ((1, 2), (5, 7), (16, 12), (33, 40)):
+    sizes = ((1, 2), (5, 7), (16, 12), (33, 40))
+    for n, vocabulary in sizes[1 if dtype == torch.float32 else 0 :: 2] if few else sizes:
         logits = torch.stack([chained_logits(n, vocabulary, seed) for seed in range(2)]).to(device, dtype)
         mask = torch.rand((2, n), generator=torch.Generator().manual_seed(n)) < 0.8
         for options in OPTIONS[1:2] if few else OPTIONS:
@@ -93,8 +94,8 @@ def test_against_truth(backend: str, device: torch.device, dtype: torch.dtype, s
             committed += int(expected.sum())
             candidates = dlmkern.token_stats(logits).confidence.cpu() >= options["tau_low"]
             removed += int((candidates & mask & ~torch.from_numpy(expected)).sum())
-    assert removed > 5  # the cases have conflicts to resolve
-    assert committed > 20
+    assert removed > 2  # the cases have conflicts to resolve
+    assert committed > 8
 
 
 def test_probabilities_and_logits_agree(backend: str, device: torch.device) -> None:
@@ -140,7 +141,7 @@ def test_given_statistics_spare_the_scan(backend: str, device: torch.device) -> 
 
 
 def test_thresholds_may_differ_by_row(backend: str, device: torch.device) -> None:
-    logits = torch.stack([chained_logits(12, 10, 3)] * 4).to(device)
+    logits = torch.stack([chained_logits(7, 10, 3)] * 4).to(device)
     columns = {
         name: torch.tensor([options[name] for options in OPTIONS], dtype=torch.float64, device=device)
         for name in OPTIONS[0]

@@ -33,7 +33,10 @@ def truth(logits: Tensor, token: Tensor | None = None) -> np.ndarray:
 def test_against_truth(backend: str, device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in dtypes_of(backend):
         pytest.skip(f"{backend} does not take {dtype} logits")
-    for n, vocabulary in ((1, 1), (2, 3), (5, 64), (33, 20), (9, 1200)):
+    sizes = ((1, 1), (2, 3), (5, 64), (33, 20), (9, 1200))
+    if backend == "triton":  # in the interpreter every program takes milliseconds
+        sizes = ((1, 1), (5, 64), (33, 20) if dtype == torch.float32 else (9, 1200))
+    for n, vocabulary in sizes:
         logits = make_logits((2, n, vocabulary), dtype, device, n)
         expected = np.stack([truth(x) for x in logits])
         conflict = dlmkern.conflict_matrix(logits)
