@@ -56,7 +56,7 @@ PROOFS: dict[str, Callable[[Case], bool]] = {
     "the reference": lambda case: case.backend == "reference",
     "C++ kernels on the CPU": lambda case: case.backend == "cpu",
     "CUDA kernels in the emulator": lambda case: case.backend == "cuda",
-    "CUDA kernels compiled by nvcc": lambda case: case.module == "tests.build.test_nvcc",
+    "CUDA kernels compiled by nvcc": lambda case: case.module == "tests.cuda_emulator.test_kernels_compile",
     "Triton kernels in the interpreter": lambda case: case.backend == "triton",
     "Triton kernels compiled ahead of time": lambda case: case.module == "tests.triton.test_aot",
     "decoders": lambda case: case.module.startswith("tests.decoders."),

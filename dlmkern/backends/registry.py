@@ -78,9 +78,9 @@ def _function(backend: str, op: str, device: str, dtype: torch.dtype) -> Callabl
 
     if backend == "reference":
         return getattr(importlib.import_module("dlmkern.reference"), op)  # type: ignore[no-any-return]
-    if dtype == torch.float64 and backend in ("cuda", "triton") and op in SCANS:
-        raise refuse("it takes float32, bfloat16 and float16 logits, not float64")
     if backend == "triton":
+        if dtype == torch.float64 and op in SCANS:
+            raise refuse("it takes float32, bfloat16 and float16 logits, not float64")
         return _triton_function(op, device, refuse)
     from dlmkern.backends import native
 
