@@ -4,23 +4,26 @@
  *
  * Conventions
  * -----------
- * - Every tensor is a dlmkern_view: a pointer, a dtype, sizes and strides in elements. Nothing has to be contiguous;
- *   strides may be zero (a broadcast view) but outputs must not overlap themselves or any input.
- * - Shapes are written [B, n, V]: B sequences, n positions of each, V logits a position. B, n and V may be 0 or 1, except that V >= 1.
- * - "float" stands for float64, float32, bfloat16 or float16 unless a function says otherwise. Statistics are written as
- *   float32 or float64, whichever dtype the output view has. Booleans are one byte, 0 or 1.
- * - Functions return DLMKERN_OK or a negative error code and then have written nothing. A CUDA failure is returned as
- *   DLMKERN_ERROR_CUDA - (int)cudaError. No function aborts, throws or keeps a pointer.
+ * - Every tensor is a dlmkern_view: a pointer, a dtype, sizes and strides in elements. Nothing has to be
+ *   contiguous; strides may be zero (a broadcast view) but outputs must not overlap themselves or any input.
+ * - Shapes are written [B, n, V]: B sequences, n positions of each, V logits a position. B, n and V may be 0
+ *   or 1, except that V >= 1.
+ * - "float" stands for float64, float32, bfloat16 or float16 unless a function says otherwise. Statistics are
+ *   written as float32 or float64, whichever dtype the output view has. Booleans are one byte, 0 or 1.
+ * - Functions return DLMKERN_OK or a negative error code and then have written nothing. A CUDA failure is
+ *   returned as DLMKERN_ERROR_CUDA - (int)cudaError. No function aborts, throws or keeps a pointer.
  * - dlmkern_cpu_* run on the calling thread and OpenMP's threads, and return when they are done.
- *   dlmkern_cuda_* take device pointers, enqueue on `stream` (a cudaStream_t; NULL is the default stream) of the current
- *   device and return at once; they neither allocate nor synchronise, so they may be captured in a CUDA graph.
- *   Scratch memory comes from the caller: `workspace` must hold at least dlmkern_cuda_<op>_workspace(B, n, V) bytes,
- *   aligned to 256, and may be reused once the call has run on the stream. A size of 0 means that NULL will do.
+ *   dlmkern_cuda_* take device pointers, enqueue on `stream` (a cudaStream_t; NULL is the default stream) of
+ *   the current device and return at once; they neither allocate nor synchronise, so they may be captured in
+ *   a CUDA graph. Scratch memory comes from the caller: `workspace` must hold at least
+ *   dlmkern_cuda_<op>_workspace(B, n, V) bytes, aligned to 256, and may be reused once the call has run on
+ *   the stream. A size of 0 means that NULL will do.
  *
  * Distributions
  * -------------
  * A row of V logits x defines p_v = exp(x_v) / sum_u exp(x_u). -inf is a banned token: p_v = 0.
- * A row that holds a NaN or +inf, or nothing but -inf, defines no distribution: its token is -1 and its statistics are NaN.
+ * A row that holds a NaN or +inf, or nothing but -inf, defines no distribution: its token is -1 and its
+ * statistics are NaN.
  */
 #ifndef DLMKERN_H
 #define DLMKERN_H
@@ -70,23 +73,23 @@ enum {
 DLMKERN_API const char* dlmkern_version(void);
 DLMKERN_API const char* dlmkern_error_string(int code); /* one English sentence; never NULL */
 
-/* The instruction set that the CPU kernels use: "avx512", "avx2" or "portable". The best one that the machine has is
- * taken at the first call, unless the environment variable DLMKERN_CPU_ISA names another. */
+/* The instruction set that the CPU kernels use: "avx512", "avx2" or "portable". The best one that the machine
+ * has is taken at the first call, unless the environment variable DLMKERN_CPU_ISA names another. */
 DLMKERN_API const char* dlmkern_cpu_isa(void);
-/* Switches to another instruction set; DLMKERN_ERROR_VALUE if the name is unknown, DLMKERN_ERROR_UNAVAILABLE if this
- * machine or build lacks it. */
+/* Switches to another instruction set; DLMKERN_ERROR_VALUE if the name is unknown, DLMKERN_ERROR_UNAVAILABLE
+ * if this machine or build lacks it. */
 DLMKERN_API int dlmkern_cpu_set_isa(const char* name);
 
 /* 1 if the CUDA functions are compiled in, else 0: then they return DLMKERN_ERROR_UNAVAILABLE. */
 DLMKERN_API int dlmkern_has_cuda(void);
 
-/* --------------------------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------------------
  * token_stats: one read of the logits gives, for each position, its best token and what is known about it.
  *
  *   logits       [B, n, V] float
  *   prev_logits  [B, m, V] same dtype, or NULL: the logits of an earlier step
- *   prev_rows    [B, n] int64, or NULL (then m == n and row i goes with row i): which row of prev_logits belongs to each
- *                position; a value outside [0, m) means none, and its kl is NaN
+ *   prev_rows    [B, n] int64, or NULL (then m == n and row i goes with row i): which row of prev_logits
+ *                belongs to each position; a value outside [0, m) means none, and its kl is NaN
  *   banned_token a token left out of both distributions, as if its logit were -inf; -1 for none
  *
  * Outputs, each [B, n]; any may be NULL, and what is not asked for is not computed:
@@ -99,24 +102,26 @@ DLMKERN_API int dlmkern_has_cuda(void);
  * float64 outputs resolve confidences near one that float32 would round together.
  */
 DLMKERN_API int dlmkern_cpu_token_stats(const dlmkern_view* logits, const dlmkern_view* prev_logits,
-                                        const dlmkern_view* prev_rows, int64_t banned_token, const dlmkern_view* token,
-                                        const dlmkern_view* confidence, const dlmkern_view* logsumexp,
-                                        const dlmkern_view* entropy, const dlmkern_view* kl);
+                                        const dlmkern_view* prev_rows, int64_t banned_token,
+                                        const dlmkern_view* token, const dlmkern_view* confidence,
+                                        const dlmkern_view* logsumexp, const dlmkern_view* entropy,
+                                        const dlmkern_view* kl);
 DLMKERN_API size_t dlmkern_cuda_token_stats_workspace(int64_t B, int64_t n, int64_t V);
 DLMKERN_API int dlmkern_cuda_token_stats(const dlmkern_view* logits, const dlmkern_view* prev_logits,
-                                         const dlmkern_view* prev_rows, int64_t banned_token, const dlmkern_view* token,
-                                         const dlmkern_view* confidence, const dlmkern_view* logsumexp,
-                                         const dlmkern_view* entropy, const dlmkern_view* kl, void* workspace,
-                                         size_t workspace_bytes, void* stream);
+                                         const dlmkern_view* prev_rows, int64_t banned_token,
+                                         const dlmkern_view* token, const dlmkern_view* confidence,
+                                         const dlmkern_view* logsumexp, const dlmkern_view* entropy,
+                                         const dlmkern_view* kl, void* workspace, size_t workspace_bytes,
+                                         void* stream);
 
-/* --------------------------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------------------
  * conflict_matrix: how likely positions i and j predict each other's token (DepCap, equation of D_ij).
  *
  *   logits     [B, n, V] float
  *   token      [B, n] int64; a value outside [0, V) makes its row and column NaN
  *   logsumexp  [B, n] float32|float64, of the same rows
- *   conflict   [B, n, n] float32, out: D_ij = log p_i(token_j) + log p_j(token_i), added in float64, symmetric to the bit;
- *              the diagonal is 2 log p_i(token_i)
+ *   conflict   [B, n, n] float32, out: D_ij = log p_i(token_j) + log p_j(token_i), added in float64,
+ *              symmetric to the bit; the diagonal is 2 log p_i(token_i)
  */
 DLMKERN_API int dlmkern_cpu_conflict_matrix(const dlmkern_view* logits, const dlmkern_view* token,
                                             const dlmkern_view* logsumexp, const dlmkern_view* conflict);
@@ -125,15 +130,18 @@ DLMKERN_API int dlmkern_cuda_conflict_matrix(const dlmkern_view* logits, const d
                                              const dlmkern_view* logsumexp, const dlmkern_view* conflict,
                                              void* workspace, size_t workspace_bytes, void* stream);
 
-/* --------------------------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------------------
  * independent_set: greedy maximal independent set in order of priority.
  *
- *   conflict     [B, n, n] bool: conflict[i, j] says that i must not join while j is in. The candidate's row is what is
- *                tested, so an asymmetric matrix is a directed graph. The diagonal is ignored.
- *   priority     [B, n] float32|float64: higher first, ties to the lower index; NaN is never a candidate, -inf may be
+ *   conflict     [B, n, n] bool: conflict[i, j] says that i must not join while j is in. The candidate's row
+ *                is what is tested, so an asymmetric matrix is a directed graph. The diagonal is ignored.
+ *   priority     [B, n] float32|float64: higher first, ties to the lower index; NaN is never a candidate,
+ *                -inf may be
  *   eligible     [B, n] bool, or NULL for all
- *   preselected  [B, n] bool, or NULL for none: in from the start, eligible or not, not tested against each other
- *   selected     [B, n] bool, out: preselected and every candidate that had no conflict with what was in before it
+ *   preselected  [B, n] bool, or NULL for none: in from the start, eligible or not, not tested against each
+ *                other
+ *   selected     [B, n] bool, out: preselected and every candidate that had no conflict with what was in
+ *                before it
  */
 DLMKERN_API int dlmkern_cpu_independent_set(const dlmkern_view* conflict, const dlmkern_view* priority,
                                             const dlmkern_view* eligible, const dlmkern_view* preselected,
@@ -141,27 +149,28 @@ DLMKERN_API int dlmkern_cpu_independent_set(const dlmkern_view* conflict, const 
 DLMKERN_API size_t dlmkern_cuda_independent_set_workspace(int64_t B, int64_t n, int64_t V);
 DLMKERN_API int dlmkern_cuda_independent_set(const dlmkern_view* conflict, const dlmkern_view* priority,
                                              const dlmkern_view* eligible, const dlmkern_view* preselected,
-                                             const dlmkern_view* selected, void* workspace, size_t workspace_bytes,
-                                             void* stream);
+                                             const dlmkern_view* selected, void* workspace,
+                                             size_t workspace_bytes, void* stream);
 
-/* --------------------------------------------------------------------------------------------------------------------
- * cap_select: one commit step of CAP-Decoding (DepCap). Conflicts are gathered from the input as the greedy scan needs
- * them; no matrix is stored.
+/* -----------------------------------------------------------------------------------------------------------
+ * cap_select: one commit step of CAP-Decoding (DepCap). Conflicts are gathered from the input as the greedy
+ * scan needs them; no matrix is stored.
  *
  *   input      [B, n, V] float: logits if logsumexp is given, probabilities if it is NULL
  *   token      [B, n] int64: the token that each position would commit; outside [0, V) means never selected
  *   logsumexp  [B, n] float32|float64 of the logits, or NULL
  *   mask       [B, n] bool, or NULL for all: positions that may be committed
  *   tau_low, tau_high, gamma   [B] float64 each
- *   strict     0: the positions at or above tau_high are committed together, unchecked (the published algorithm);
- *              1: they are scanned first but must be free of conflicts among themselves too
+ *   strict     0: the positions at or above tau_high are committed together, unchecked (the published
+ *              algorithm); 1: they are scanned first but must be free of conflicts among themselves too
  *   selected   [B, n] bool, out
  *   confidence [B, n] float32|float64, out, may be NULL: p_i(token_i), at every position
  *
- * With c_i = p_i(token_i) and D as in conflict_matrix, all in float64: the candidates are the masked i with c_i >= tau_low;
- * those with c_i >= tau_high go in; then the others by falling c_i (ties to the lower index) unless D_ij > gamma for some j
- * that is in; last, the masked position of highest c_i (lowest index at a tie) goes in whatever its confidence, so that a
- * row with anything left to commit always commits something. Positions of NaN confidence are never selected.
+ * With c_i = p_i(token_i) and D as in conflict_matrix, all in float64: the candidates are the masked i with
+ * c_i >= tau_low; those with c_i >= tau_high go in; then the others by falling c_i (ties to the lower index)
+ * unless D_ij > gamma for some j that is in; last, the masked position of highest c_i (lowest index at a tie)
+ * goes in whatever its confidence, so that a row with anything left to commit always commits something.
+ * Positions of NaN confidence are never selected.
  */
 DLMKERN_API int dlmkern_cpu_cap_select(const dlmkern_view* input, const dlmkern_view* token,
                                        const dlmkern_view* logsumexp, const dlmkern_view* mask,
@@ -173,41 +182,45 @@ DLMKERN_API int dlmkern_cuda_cap_select(const dlmkern_view* input, const dlmkern
                                         const dlmkern_view* logsumexp, const dlmkern_view* mask,
                                         const dlmkern_view* tau_low, const dlmkern_view* tau_high,
                                         const dlmkern_view* gamma, int strict, const dlmkern_view* selected,
-                                        const dlmkern_view* confidence, void* workspace, size_t workspace_bytes,
-                                        void* stream);
+                                        const dlmkern_view* confidence, void* workspace,
+                                        size_t workspace_bytes, void* stream);
 
-/* --------------------------------------------------------------------------------------------------------------------
- * topk_snapshot, topk_kl: DepCap's official truncated KL. A snapshot keeps the k likeliest tokens of each position and
- * spreads the rest of the mass evenly over the other tokens.
+/* -----------------------------------------------------------------------------------------------------------
+ * topk_snapshot, topk_kl: DepCap's official truncated KL. A snapshot keeps the k likeliest tokens of each
+ * position and spreads the rest of the mass evenly over the other tokens.
  *
  *   logits       [B, n, V] float
  *   banned_token as in token_stats; with one, V below is the number of the other tokens
  *   ids          [B, n, k] int64, out: by falling logit, ties to the lower id; 1 <= k <= V
  *   logp         [B, n, k] float64, out: their log-probabilities (full-vocabulary logsumexp)
- *   floor        [B, n] float64, out: log(max(1 - sum_k p, 1e-12) / max(V - k, 1)), the tail summed in float64
+ *   floor        [B, n] float64, out: log(max(1 - sum_k p, 1e-12) / max(V - k, 1)), the tail summed in
+ *                float64
  * A row without a distribution has ids -1 and NaN elsewhere.
  *
- *   topk_kl:     kl [B, n] float64, out: sum over the current ids v of p(v) (log p(v) - log q(v)), where log q(v) is the
- *                previous snapshot's log-probability of v, or its floor if v is not among its ids. p(v) == 0 adds 0.
- *                It has no term for the tail, so it can be slightly negative.
+ *   topk_kl:     kl [B, n] float64, out: sum over the current ids v of p(v) (log p(v) - log q(v)), where log
+ *                q(v) is the previous snapshot's log-probability of v, or its floor if v is not among its
+ *                ids. p(v) == 0 adds 0. It has no term for the tail, so it can be slightly negative.
  */
-DLMKERN_API int dlmkern_cpu_topk_snapshot(const dlmkern_view* logits, int64_t banned_token, const dlmkern_view* ids,
-                                          const dlmkern_view* logp, const dlmkern_view* floor);
+DLMKERN_API int dlmkern_cpu_topk_snapshot(const dlmkern_view* logits, int64_t banned_token,
+                                          const dlmkern_view* ids, const dlmkern_view* logp,
+                                          const dlmkern_view* floor);
 DLMKERN_API size_t dlmkern_cuda_topk_snapshot_workspace(int64_t B, int64_t n, int64_t V);
-DLMKERN_API int dlmkern_cuda_topk_snapshot(const dlmkern_view* logits, int64_t banned_token, const dlmkern_view* ids,
-                                           const dlmkern_view* logp, const dlmkern_view* floor, void* workspace,
-                                           size_t workspace_bytes, void* stream);
-DLMKERN_API int dlmkern_cpu_topk_kl(const dlmkern_view* ids, const dlmkern_view* logp, const dlmkern_view* prev_ids,
-                                    const dlmkern_view* prev_logp, const dlmkern_view* prev_floor,
-                                    const dlmkern_view* kl);
-DLMKERN_API int dlmkern_cuda_topk_kl(const dlmkern_view* ids, const dlmkern_view* logp, const dlmkern_view* prev_ids,
-                                     const dlmkern_view* prev_logp, const dlmkern_view* prev_floor,
-                                     const dlmkern_view* kl, void* stream);
+DLMKERN_API int dlmkern_cuda_topk_snapshot(const dlmkern_view* logits, int64_t banned_token,
+                                           const dlmkern_view* ids, const dlmkern_view* logp,
+                                           const dlmkern_view* floor, void* workspace, size_t workspace_bytes,
+                                           void* stream);
+DLMKERN_API int dlmkern_cpu_topk_kl(const dlmkern_view* ids, const dlmkern_view* logp,
+                                    const dlmkern_view* prev_ids, const dlmkern_view* prev_logp,
+                                    const dlmkern_view* prev_floor, const dlmkern_view* kl);
+DLMKERN_API int dlmkern_cuda_topk_kl(const dlmkern_view* ids, const dlmkern_view* logp,
+                                     const dlmkern_view* prev_ids, const dlmkern_view* prev_logp,
+                                     const dlmkern_view* prev_floor, const dlmkern_view* kl, void* stream);
 
-/* --------------------------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------------------
  * depga_block: the length of the next block (DepCap, DepGA-Block).
  *
- *   kl, entropy  [B, W] float32|float64: influence of the last block and entropy, from the block's first position on
+ *   kl, entropy  [B, W] float32|float64: influence of the last block and entropy, from the block's first
+ *                position on
  *   remaining    [B] int64: positions of the sequence from there on, R >= 0
  *   lam          [B] float64, weight of the entropy
  *   l_min, l_max [B] int64, 1 <= l_min <= l_max
@@ -216,8 +229,8 @@ DLMKERN_API int dlmkern_cuda_topk_kl(const dlmkern_view* ids, const dlmkern_view
  *
  * In float64, over the row's window w = min(W, l_max, R); what lies beyond it is not read:
  *   smoothing    x'_k = ((x_{k-1} + x_k) + x_{k+1}) / 3
- *   x~           = (x' - median) / max(|q3 - q1|, 1e-15); median is the floor((w - 1) / 2)-th smallest (0-based), q1 and
- *                  q3 the floor(0.25 (w - 1))-th and floor(0.75 (w - 1))-th; NaN sorts last
+ *   x~           = (x' - median) / max(|q3 - q1|, 1e-15); median is the floor((w - 1) / 2)-th smallest
+ *                  (0-based), q1 and q3 the floor(0.25 (w - 1))-th and floor(0.75 (w - 1))-th; NaN sorts last
  *   S_k          = kl~_k - lam * entropy~_k
  *   L            = number of leading k with S_k >= 0 (a NaN ends the block)
  *   length       = R if R < l_min, else min(max(L, l_min), l_max, R)
