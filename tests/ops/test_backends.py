@@ -74,6 +74,11 @@ def test_a_named_backend_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
         dlmkern.token_stats(x)
 
 
+def test_an_unknown_default_is_refused_at_its_first_use() -> None:
+    with pytest.raises(ValueError, match=r"DLMKERN_BACKEND: expected one of auto, reference.* got 'fast'"):
+        registry._resolve("fast", "topk_kl", "cpu", torch.int64)
+
+
 def test_table_has_a_reason_for_every_gap() -> None:
     found = table()
     assert list(found) == list(registry.OPS)

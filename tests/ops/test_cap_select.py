@@ -207,6 +207,19 @@ def test_banned_tokens(backend: str, device: torch.device) -> None:
         assert_same(result.selected, truth_of_logits(banned_by_hand, tau_low=0.3, tau_high=0.95, gamma=-6.0))
 
 
+def test_unchecked_thresholds_have_an_answer(backend: str, device: torch.device) -> None:
+    # on an accelerator nobody looks at the numbers
+    logits = torch.stack([chained_logits(7, 8, 8)] * 4).to(device)
+    stats = dlmkern.token_stats(logits, out_dtype=torch.float64)
+    nan = math.nan
+    rows = [(nan, 0.5, -6.0), (0.3, nan, -6.0), (0.3, 0.9, nan), (0.8, 0.2, -6.0)]
+    columns = [torch.tensor(x, dtype=torch.float64, device=device) for x in zip(*rows, strict=True)]
+    selected, _ = torch.ops.dlmkern.cap_select(logits, stats.token, stats.logsumexp, None, *columns, False)
+    for b, (tau_low, tau_high, gamma) in enumerate(rows):
+        options = {"tau_low": tau_low, "tau_high": tau_high, "gamma": gamma}
+        assert_same(selected[b], truth_of_logits(logits[b], **options))
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5), (0, 5)])
 def test_empty(backend: str, device: torch.device, shape: tuple[int, ...]) -> None:
     result = dlmkern.cap_select(logits=torch.zeros(shape, device=device), return_stats=True)

@@ -113,7 +113,7 @@ def test_nan_and_infinities(backend: str, device: torch.device) -> None:
     inf, nan = math.inf, math.nan
     base_kl, base_entropy = (x[0].tolist() for x in signals(1, 12, 3, device))
     for value in (nan, inf, -inf):
-        for where in ([0], [5], [11], [2, 3, 4, 5, 6, 7, 8], range(12)):
+        for where in ([0], [5], [11], [8, 9], [2, 3, 4, 5, 6, 7, 8], range(12)):
             for signal in (0, 1):
                 pair = [list(base_kl), list(base_entropy)]
                 for k in where:
@@ -121,6 +121,20 @@ def test_nan_and_infinities(backend: str, device: torch.device) -> None:
                 expected = truth(*pair, 100, l_min=1)
                 x = [torch.tensor(s, dtype=torch.float64, device=device) for s in pair]
                 assert dlmkern.depga_block(*x, 100, l_min=1).item() == expected, (value, list(where), signal)
+
+
+def test_unchecked_values_have_an_answer(backend: str, device: torch.device) -> None:
+    # on an accelerator nobody looks at the numbers: a NaN weight ends the block at once
+    kl, entropy = signals(3, 12, 6, device)
+    counts = torch.full((3,), 30, device=device)
+    least, most = torch.full((3,), 2, device=device), torch.full((3,), 9, device=device)
+    lam = torch.tensor([1.2, math.nan, math.inf], dtype=torch.float64, device=device)
+    length = torch.ops.dlmkern.depga_block(kl, entropy, counts, lam, least, most, False).tolist()
+    expected = [
+        truth(a, b, 30, x, 2, 9) for a, b, x in zip(kl.tolist(), entropy.tolist(), lam.tolist(), strict=True)
+    ]
+    assert length == expected
+    assert length[1] == 2
 
 
 def test_plateaus_extend_the_block(backend: str, device: torch.device) -> None:

@@ -63,6 +63,17 @@ def test_against_truth(backend: str, device: torch.device, n: int) -> None:
             assert_same(dlmkern.independent_set(*alone), expected[1])  # type: ignore[arg-type]
 
 
+def test_many_positions(backend: str, device: torch.device) -> None:
+    if backend == "triton":
+        pytest.skip("a thousand steps of the scan take too long in Triton's interpreter")
+    conflict, priority, eligible, preselected = random_case(1030, 1, 0.01)
+    expected = truth(conflict[0], priority[0], eligible[0], preselected[0])
+    selected = dlmkern.independent_set(
+        *(x.to(device) for x in (conflict, priority, eligible, preselected))  # type: ignore[arg-type]
+    )
+    assert_same(selected[0], expected)
+
+
 def test_the_candidates_row_is_tested(backend: str, device: torch.device) -> None:
     conflict = torch.zeros((2, 2), dtype=torch.bool, device=device)
     conflict[0, 1] = True  # 0 must not join 1

@@ -138,6 +138,71 @@ def test_special_rows(backend: str, device: torch.device) -> None:
         assert_close(getattr(stats, name), expected[name], 1e-6, relative=1e-6)
 
 
+def test_special_values_anywhere_in_long_rows(backend: str, device: torch.device) -> None:
+    vocabulary = 3001
+    places = (0, 1, 1500, 2999, 3000)
+    for value in (math.nan, math.inf):
+        x, y = (
+            make_logits((1, len(places) + 1, vocabulary), torch.float32, device, seed) for seed in (19, 20)
+        )
+        for i, v in enumerate(places):
+            x[0, i, v] = value
+        stats = dlmkern.token_stats(x, y)
+        assert_same(stats.token, truth(x)["token"])
+        assert stats.token[0].tolist()[:-1] == [-1] * len(places)
+        for column in stats[1:]:
+            assert column.isnan()[0].tolist() == [True] * len(places) + [False]
+        assert dlmkern.token_stats(y, x).kl.isnan()[0].tolist() == [True] * len(places) + [False]
+    x = torch.full((1, len(places), vocabulary), -math.inf, device=device)
+    for i, v in enumerate(places):
+        x[0, i, v] = 3.0
+    stats = dlmkern.token_stats(x, x)
+    assert stats.token[0].tolist() == list(places)
+    for column, expected in zip(stats[1:], (1.0, 3.0, 0.0, 0.0), strict=True):
+        assert_close(column, np.full((1, len(places)), expected), 1e-6)
+    assert (dlmkern.token_stats(torch.full_like(x, -math.inf)).token == -1).all()
+
+
+def test_kl_weighs_what_was_far_below(backend: str, device: torch.device) -> None:
+    for vocabulary in (9, 3001):
+        x, y = (make_logits((1, 4, vocabulary), torch.float32, device, seed) for seed in (21, 22))
+        x[0, :, 5] = x[0].amax(-1)
+        y[0, 0, 5] = -400.0
+        y[0, 1, 5] = -3e4
+        y[0, 2, 5] = -3e38
+        x[0, 3, 5] = -150.0  # both negligible
+        y[0, 3, 5] = -400.0
+        expected = truth(x, y)["kl"]
+        assert_close(dlmkern.token_stats(x, y).kl, expected, 1e-5, relative=1e-6)
+
+
+def test_a_whole_vocabulary(backend: str, device: torch.device) -> None:
+    if backend == "triton":
+        pytest.skip("a row of 126464 logits takes too long in Triton's interpreter")
+    for dtype in (torch.float32, torch.bfloat16):
+        x, y = (make_logits((1, 2, 126_464), dtype, device, seed, scale=2.0) for seed in (23, 24))
+        x[0, 1] *= 0.25  # nearly flat: the sums have 126464 terms that count
+        expected = truth(x, y)
+        stats = dlmkern.token_stats(x, y)
+        assert_same(stats.token, expected["token"])
+        for name in ("confidence", "logsumexp", "entropy", "kl"):
+            assert_close(getattr(stats, name), expected[name], 1e-6, relative=1e-6)
+
+
+def test_broadcast_inputs(backend: str, device: torch.device) -> None:
+    for vocabulary in (7, 2000):
+        row = make_logits((1, 1, vocabulary), torch.float32, device, 25)
+        stats = dlmkern.token_stats(row.expand(2, 3, -1), row.expand(2, 3, -1))
+        expected = truth(row)
+        assert_same(stats.token, np.broadcast_to(expected["token"], (2, 3)))
+        assert_close(stats.entropy, np.broadcast_to(expected["entropy"], (2, 3)), 1e-5, relative=1e-6)
+        assert_close(stats.kl, np.zeros((2, 3)), 1e-6)
+        one_value = torch.ones(1, device=device).expand(1, 2, vocabulary)
+        uniform = dlmkern.token_stats(one_value)
+        assert uniform.token.tolist() == [[0, 0]]
+        assert_close(uniform.entropy, np.full((1, 2), math.log(vocabulary)), 1e-6, relative=1e-6)
+
+
 def test_kl_counts_what_is_banned_not_what_underflows(backend: str, device: torch.device) -> None:
     inf = math.inf
     now = torch.tensor([[0.0, -inf], [0.0, -200.0], [0.0, 0.0], [0.0, -200.0], [-inf, 0.0]], device=device)
