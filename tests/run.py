@@ -115,8 +115,8 @@ def main(arguments: list[str]) -> int:
     must_all_run = os.environ.get("CI") == "true"
     if missing and must_all_run:
         print(f"CI=true asks for all of them; missing: {', '.join(missing)}")
-    # A leg can also fail outside its tests: at collection, or because the process died. One that finds nothing
-    # to run, as options may have it, has not failed.
+    # A leg can also fail outside its tests: at collection, or because the process died. Options may leave
+    # it without tests, which is no failure.
     fine = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     died = sum(code not in fine for code in codes) if not totals["failed"] else 0
     totals["failed"] += died + (len(missing) if must_all_run else 0)
