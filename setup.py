@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -41,6 +42,12 @@ def find_compiler() -> str:
             return compiler
     names = " or ".join(candidates)
     fail(f"building needs a C++17 compiler, but {names} cannot be run; install g++ or name another in CXX.")
+
+
+class Build(build):
+    """Compiles before it copies anything, so that nothing precedes the reason why it cannot."""
+
+    sub_commands = sorted(build.sub_commands, key=lambda command: command[0] != "build_ext")
 
 
 class CMakeBuild(build_ext):
@@ -84,4 +91,7 @@ class CMakeBuild(build_ext):
             fail(f"{failure}; the reason is above.")
 
 
-setup(ext_modules=[Extension("dlmkern._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("dlmkern._C", sources=[])],
+    cmdclass={"build": Build, "build_ext": CMakeBuild},
+)

@@ -64,12 +64,10 @@ decltype(auto) with_float_type(int32_t dtype, Body&& body) {
   }
 }
 
-// The few numbers of a position are read and written one at a time, in float64.
+// The few numbers of a position are read and written one at a time, in float64, from float64 or float32.
 inline double read_float(const dlmkern_view& view, int64_t i, int64_t j = 0, int64_t k = 0) {
-  return with_float_type(view.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    return to_double(load(address_of<T>(view, i, j, k)));
-  });
+  if (view.dtype == DLMKERN_FLOAT64) return load(address_of<double>(view, i, j, k));
+  return static_cast<double>(load(address_of<float>(view, i, j, k)));
 }
 
 inline int64_t read_int64(const dlmkern_view& view, int64_t i, int64_t j = 0, int64_t k = 0) {
@@ -85,7 +83,6 @@ void store(T* address, T value) {
   std::memcpy(address, &value, sizeof value);
 }
 
-// `view` is float64 or float32.
 inline void write_float(const dlmkern_view& view, double value, int64_t i, int64_t j = 0, int64_t k = 0) {
   if (view.dtype == DLMKERN_FLOAT64) {
     store(address_of<double>(view, i, j, k), value);

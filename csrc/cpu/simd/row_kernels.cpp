@@ -15,6 +15,13 @@ float lowest(const float*) { return -kInfinity; }
 BFloat16 lowest(const BFloat16*) { return {0xff80}; }
 Float16 lowest(const Float16*) { return {0xfc00}; }
 
+template <class T>
+float load_one(const T* address) {
+  T value;
+  std::memcpy(&value, address, sizeof value);
+  return to_float(value);
+}
+
 // The last numbers of a row, filled up with -inf.
 template <class T>
 Pair load_tail(const T* x, int64_t count) {
@@ -73,7 +80,7 @@ Range range(const void* row, int64_t n) {
   }
   Range result = {reduce_min(smaller(min_x, min_y)), reduce_max(larger(max_x, max_y))};
   for (; i < n; ++i) {
-    const float value = to_float(x[i]);
+    const float value = load_one(x + i);
     result.max = value > result.max ? value : result.max;
     result.min = value < result.min ? value : result.min;
   }
@@ -94,7 +101,7 @@ int64_t find_first(const T* x, int64_t n, Test test) {
     if (any(found)) break;
   }
   for (; i < n; ++i) {
-    if (test(to_float(x[i]))) return i;
+    if (test(load_one(x + i))) return i;
   }
   return n;
 }
