@@ -24,7 +24,7 @@ $(VENV)/requirements: requirements.txt
 
 # Editable, so that only a change of the compiled part or of the packaging has to be installed again.
 $(VENV)/installed: $(VENV)/requirements pyproject.toml setup.py $(shell find csrc -type f)
-	DLMKERN_CUDA=$${DLMKERN_CUDA-$$($(BIN)/python -c 'import torch; print(int(torch.cuda.is_available()))')} \
+	DLMKERN_CUDA=$${DLMKERN_CUDA-$$($(BIN)/python -c 'import torch; print("auto" if torch.cuda.is_available() else "0")')} \
 	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 

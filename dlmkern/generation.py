@@ -233,23 +233,23 @@ def _output(loop: Loop) -> GenerationOutput:
 
 def _row_steps(advance: Advance, gen_length: int) -> list[RowStep]:
     state = advance.state
-    fresh = (state.step_map == state.nfe.unsqueeze(1) - 1).tolist()
-    columns = [x.tolist() for x in (state.ids, state.reason, state.confidence)]
-    lengths, ends = state.block_length.tolist(), state.end.tolist()
+    generated = torch.arange(-gen_length, 0, device=state.ids.device) + state.end.unsqueeze(1)
+    fresh = state.step_map == state.nfe.unsqueeze(1) - 1
+    # float64 holds every token id exactly, so that one read of the device does for all.
+    columns = (fresh, state.ids, state.reason, state.confidence)
+    packed = torch.stack([x.gather(1, generated).double() for x in columns], dim=-1).tolist()
     steps = []
     for i, row in enumerate(advance.rows):
-        first = ends[i] - gen_length
-        positions = [p for p in range(first, ends[i]) if fresh[i][p]]
-        tokens, reasons, confidence = ([column[i][p] for p in positions] for column in columns)
+        filled = [(p, *values) for p, (is_fresh, *values) in enumerate(packed[i]) if is_fresh]
         steps.append(
             RowStep(
                 row=row,
-                positions=[p - first for p in positions],
-                tokens=tokens,
-                reasons=[Reason(reason) for reason in reasons],
-                confidence=confidence,
-                block_start=advance.block_starts[i] - first,
-                block_length=lengths[i],
+                positions=[p for p, *_ in filled],
+                tokens=[int(token) for _, token, _, _ in filled],
+                reasons=[Reason(int(reason)) for _, _, reason, _ in filled],
+                confidence=[confidence for *_, confidence in filled],
+                block_start=advance.block_starts[i] - (advance.ends[i] - gen_length),
+                block_length=advance.block_lengths[i],
             )
         )
     return steps

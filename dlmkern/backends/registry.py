@@ -79,7 +79,7 @@ def _function(backend: str, op: str, device: str, dtype: torch.dtype) -> Callabl
     if backend == "reference":
         return getattr(importlib.import_module("dlmkern.reference"), op)  # type: ignore[no-any-return]
     if backend == "triton":
-        if dtype == torch.float64 and op in SCANS:
+        if dtype == torch.float64 and op == "token_stats":
             raise refuse("it takes float32, bfloat16 and float16 logits, not float64")
         return _triton_function(op, device, refuse)
     from dlmkern.backends import native
@@ -88,10 +88,6 @@ def _function(backend: str, op: str, device: str, dtype: torch.dtype) -> Callabl
         return native.load(backend, op, device)
     except ImportError as error:
         raise refuse(str(error)) from error
-
-
-# The ops whose first argument has V columns.
-SCANS = ("token_stats", "conflict_matrix", "cap_select", "topk_snapshot")
 
 
 def _triton_function(

@@ -62,7 +62,7 @@ class Forward:
             both, positions.repeat(2, 1), end.repeat(2), [*starts, *starts], [*lengths, *lengths]
         )
         conditional, unconditional = logits.chunk(2)
-        return unconditional + (self.cfg_scale + 1) * (conditional - unconditional)
+        return torch.lerp(unconditional, conditional, self.cfg_scale + 1)
 
     def _windows(
         self, ids: Tensor, positions: Tensor, end: Tensor, starts: Sequence[int], lengths: Sequence[int]
@@ -93,8 +93,8 @@ class Forward:
         width = positions.shape[1]
         if min(starts) == max(starts) and starts[0] + width <= ids.shape[1]:
             return logits[:, starts[0] : starts[0] + width]
-        rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) * ids.shape[1] + positions
-        return logits.flatten(0, 1).index_select(0, rows.flatten()).view(*positions.shape, -1)
+        rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
+        return logits[rows, positions]
 
     def _check(self, output: Any, shape: torch.Size) -> Tensor:
         logits = getattr(output, "logits", output)

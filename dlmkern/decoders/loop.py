@@ -42,6 +42,10 @@ class Advance(NamedTuple):
     """The rows that took part."""
     block_starts: list[int]
     """First position of the block that each was in."""
+    block_lengths: list[int]
+    """Positions of that block."""
+    ends: list[int]
+    """One past each row's last position."""
     state: State
     """Their state after the step."""
 
@@ -97,7 +101,9 @@ class Loop:
         state = step(logits, state, plan, opens)
         self._poll(state)
         self._drop_finished(state)
-        return Advance([row.index for row in rows], starts, state)
+        return Advance(
+            [row.index for row in rows], starts, [row.block_length for row in rows], lengths, state
+        )
 
     def _poll(self, state: State) -> None:
         """Take note of where each row is."""

@@ -12,7 +12,7 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 TOKEN_STREAM = 0
 REMASKING_STREAM = 1
 
-_CHUNK = 4096
+_CHUNK = 16384
 
 
 def uniform(seed: Tensor, position: Tensor, step: Tensor, stream: int) -> Tensor:
@@ -51,7 +51,7 @@ def sample(
     """Draw each position's token from `softmax(logits / temperature)` by inverting its distribution function.
 
     That is the distribution of LLaDA's Gumbel-argmax, with one random number a position in place of `V`. The
-    vocabulary is walked in chunks; nothing of its size is allocated.
+    vocabulary is walked in chunks, so that nothing of the size of the logits is allocated.
 
     Args:
         logits: `[B, n, V]`.

@@ -354,7 +354,7 @@ def test_the_loop_reads_the_device_once_a_step(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(Tensor, name, read)
     # What the ops check of tensors on the CPU needs no reading of a device.
-    monkeypatch.setattr("dlmkern.ops._check.host_values", lambda value: None)
+    monkeypatch.setattr("dlmkern.ops._check.host_values", lambda value, batch: [])
     stream = dlmkern.generate_stream(
         HashModel(), [[1], [2, 3]], d.depcap(l_min=2, l_max=6), 12, mask_token_id=MASK, vocab_size=VOCAB
     )
