@@ -2,6 +2,7 @@
 // and its lanes keep sums relative to it, so that a raise of the maximum is rare and what lies far below it
 // can be skipped. Where a row has several splits, a second, small kernel merges their results in a fixed
 // order.
+#include "short_row.h"
 #include "views.h"
 
 namespace dlmkern {
@@ -11,7 +12,6 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int64_t kMinSplit = 4096;      // elements, below which a block isn't worth its start
 constexpr int64_t kTargetBlocks = 1024;  // enough to fill a large GPU several times
-constexpr int64_t kShortRow = 1024;      // up to this V, and for float64 logits, all arithmetic is in float64
 
 // Terms below exp(-kNegligible) of the largest are left out: 2^18 of them change a sum, which is at least 1,
 // by less than 1.2e-12 (in a short row by less than 1e-31). They are kept where the earlier logit is more

@@ -92,7 +92,9 @@ __host__ __device__ constexpr T divide_up(T a, T b) {
 inline bool fits_grid(int64_t blocks) { return blocks <= std::numeric_limits<int32_t>::max(); }
 
 inline int check_workspace(const void* workspace, size_t bytes, size_t needed) {
-  return needed == 0 || (workspace != nullptr && bytes >= needed) ? DLMKERN_OK : DLMKERN_ERROR_WORKSPACE;
+  if (needed == 0) return DLMKERN_OK;
+  const bool aligned = reinterpret_cast<uintptr_t>(workspace) % 256 == 0;
+  return workspace != nullptr && aligned && bytes >= needed ? DLMKERN_OK : DLMKERN_ERROR_WORKSPACE;
 }
 
 inline int launch_result() {
