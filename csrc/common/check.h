@@ -26,21 +26,26 @@ constexpr unsigned kBool = dtype_bit(DLMKERN_BOOL);
 
 constexpr int64_t kAnySize = -1;
 
+// The most elements that a view may span, so that sizes and the bytes of a workspace are computed without
+// overflow.
+constexpr int64_t kMostElements = int64_t{1} << 56;
+
 // An input that must be there, with one of `dtypes` and this shape.
 inline int check_input(const dlmkern_view* view, unsigned dtypes, std::initializer_list<int64_t> shape) {
   if (view == nullptr) return DLMKERN_ERROR_NULL;
   if (view->ndim != static_cast<int32_t>(shape.size())) return DLMKERN_ERROR_SHAPE;
-  bool empty = false;
+  int64_t elements = 1;
   int axis = 0;
   for (const int64_t size : shape) {
     if (view->shape[axis] < 0 || view->stride[axis] < 0) return DLMKERN_ERROR_SHAPE;
     if (size != kAnySize && view->shape[axis] != size) return DLMKERN_ERROR_SHAPE;
-    empty |= view->shape[axis] == 0;
+    if (__builtin_mul_overflow(elements, view->shape[axis], &elements)) return DLMKERN_ERROR_SHAPE;
     ++axis;
   }
+  if (elements > kMostElements) return DLMKERN_ERROR_SHAPE;
   if (view->dtype < DLMKERN_FLOAT64 || view->dtype > DLMKERN_BOOL) return DLMKERN_ERROR_DTYPE;
   if ((dtype_bit(view->dtype) & dtypes) == 0) return DLMKERN_ERROR_DTYPE;
-  if (view->data == nullptr && !empty) return DLMKERN_ERROR_NULL;
+  if (view->data == nullptr && elements != 0) return DLMKERN_ERROR_NULL;
   return DLMKERN_OK;
 }
 

@@ -5,6 +5,7 @@
 
 #include "isa.h"
 #include "row_stats.h"
+#include "short_row.h"
 #include "tensor.h"
 
 namespace dlmkern {
@@ -16,10 +17,6 @@ struct ScanRequest {
   bool cross = false;       // kl; needs the previous row
   bool in_float64 = false;  // no vector loops
 };
-
-// Short rows are scanned in float64: there is little to win, and what is small can be compared digit by
-// digit.
-constexpr int64_t kShortRow = 1024;
 
 template <class T>
 class RowScanner {

@@ -380,6 +380,7 @@ using namespace dlmkern;
 
 extern "C" size_t dlmkern_cuda_token_stats_workspace(int64_t B, int64_t n, int64_t V) {
   if (B <= 0 || n <= 0 || V <= 0) return 0;
+  if (!rows_fit_grid(B, n)) return kTooManyBytes;
   const int64_t splits = splits_of_row(B * n, V);
   return splits == 1 ? 0 : static_cast<size_t>(B * n * splits) * sizeof(Partial);
 }
@@ -401,8 +402,8 @@ extern "C" int dlmkern_cuda_token_stats(const dlmkern_view* logits, const dlmker
     DLMKERN_TRY(check_optional_output(output, kReal, {B, n}));
   }
   if (B == 0 || n == 0) return DLMKERN_OK;
-  const int64_t splits = splits_of_row(B * n, V);
-  if (!fits_grid(B * n) || !fits_grid(B * n * splits)) return DLMKERN_ERROR_SHAPE;
+  if (!rows_fit_grid(B, n)) return DLMKERN_ERROR_SHAPE;
+  const int64_t splits = splits_of_row(B * n, V);  // one where there are many rows
   DLMKERN_TRY(check_workspace(workspace, workspace_bytes, dlmkern_cuda_token_stats_workspace(B, n, V)));
 
   // Without earlier rows, or without a use for them, every position has none.

@@ -91,6 +91,8 @@ __host__ __device__ constexpr T divide_up(T a, T b) {
 
 inline bool fits_grid(int64_t blocks) { return blocks <= std::numeric_limits<int32_t>::max(); }
 
+inline bool rows_fit_grid(int64_t B, int64_t n) { return fits_grid(B) && fits_grid(n) && fits_grid(B * n); }
+
 inline int check_workspace(const void* workspace, size_t bytes, size_t needed) {
   if (needed == 0) return DLMKERN_OK;
   const bool aligned = reinterpret_cast<uintptr_t>(workspace) % 256 == 0;

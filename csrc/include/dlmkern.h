@@ -64,7 +64,7 @@ enum {
   DLMKERN_ERROR_SHAPE = -2,       /* sizes that do not fit together, a negative size or stride, V == 0 */
   DLMKERN_ERROR_DTYPE = -3,       /* a dtype that the function does not take */
   DLMKERN_ERROR_VALUE = -4,       /* a scalar out of its range */
-  DLMKERN_ERROR_WORKSPACE = -5,   /* workspace missing or too small */
+  DLMKERN_ERROR_WORKSPACE = -5,   /* workspace missing, too small or not aligned to 256 bytes */
   DLMKERN_ERROR_UNAVAILABLE = -6, /* this build or this machine has no such backend */
   DLMKERN_ERROR_MEMORY = -7,      /* the host could not allocate scratch memory */
   DLMKERN_ERROR_CUDA = -1000      /* DLMKERN_ERROR_CUDA - cudaError */
@@ -92,7 +92,7 @@ DLMKERN_API int dlmkern_has_cuda(void);
  *                belongs to each position; a value outside [0, m) means none, and its kl is NaN
  *   banned_token a token left out of both distributions, as if its logit were -inf; -1 for none
  *
- * Outputs, each [B, n]; any may be NULL, and what is not asked for is not computed:
+ * Outputs, each [B, n]; any may be NULL, and need not be computed then:
  *   token        int64    argmax; the lowest index wins a tie
  *   confidence   float32|float64  p_token
  *   logsumexp    float32|float64  log sum_v exp(x_v), in nats
