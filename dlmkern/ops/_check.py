@@ -25,9 +25,7 @@ def tensor(name: str, x: Tensor | None, dtypes: Dtypes) -> Tensor:
         raise TypeError(f"{name}: expected dtype {expected}, got {str(x.dtype).removeprefix('torch.')}")
     if x.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}")
-    if x.requires_grad:
-        x = x.detach()
-    return x.resolve_neg()
+    return x.detach() if x.requires_grad else x
 
 
 def vocabulary_rows(name: str, x: Tensor | None) -> Tensor:

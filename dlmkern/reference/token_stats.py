@@ -30,7 +30,7 @@ def token_stats(
             terms = torch.where(p.log_prob == -torch.inf, 0.0, p.prob * (p.log_prob - q.log_prob))
             zero_in_q = (q.log_prob == -torch.inf) & (p.log_prob > -torch.inf)
             terms = torch.where(zero_in_q, torch.inf, terms)
-            kl[rows] = torch.where(q.token < 0, torch.nan, terms.sum(-1)).to(out_dtype)
+            kl[rows] = terms.sum(-1).to(out_dtype)
     return token, confidence, logsumexp, entropy, kl
 
 

@@ -153,6 +153,24 @@ def test_thresholds_may_differ_by_row(backend: str, device: torch.device) -> Non
     assert torch.equal(dlmkern.cap_select(logits=logits, **scalar)[0], together[1])
 
 
+def test_limits_belong_to_the_side_that_the_paper_says(backend: str, device: torch.device) -> None:
+    # confidence at a threshold counts as above it
+    probs = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.25, 0.25, 0.25]], device=device)
+    probs[2, 2] = 0.2500001  # another token than the others'
+    tau_low = float(probs[2, 2])
+    selected = dlmkern.cap_select(probs, tau_low=tau_low, tau_high=0.5, gamma=10.0)
+    assert selected.tolist() == [True, True, True]
+    selected = dlmkern.cap_select(probs, tau_low=tau_low, tau_high=0.5, gamma=-1.5)
+    assert selected.tolist() == [True, True, True]  # 0 and 1 conflict, but in the high tier nobody looks
+    above = math.nextafter(tau_low, 1)
+    selected = dlmkern.cap_select(probs, tau_low=above, tau_high=math.nextafter(0.5, 1), gamma=-1.5)
+    assert selected.tolist() == [True, False, False]
+    # D at gamma is no conflict
+    certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]], device=device)  # D = 0 to the bit
+    assert dlmkern.cap_select(certain, tau_high=2.0, gamma=0.0).tolist() == [True, True]
+    assert dlmkern.cap_select(certain, tau_high=2.0, gamma=-1e-300).tolist() == [True, False]
+
+
 def test_masks(backend: str, device: torch.device) -> None:
     logits = chained_logits(6, 8, 4).to(device)
     nothing = torch.zeros(6, dtype=torch.bool, device=device)

@@ -57,6 +57,13 @@ def test_the_sum_is_formed_in_float64(backend: str, device: torch.device) -> Non
     logsumexp = torch.full((1, 2), 1e8, dtype=torch.float64, device=device)
     expected = np.array([[[6 - 2e8, 0.0], [0.0, 10 - 2e8]]], dtype=np.float32)
     assert_same(dlmkern.conflict_matrix(logits, token, logsumexp), expected)
+    # and rounded once, at the end
+    logits = make_logits((1, 20, 30), torch.float32, device, 7)
+    stats = dlmkern.token_stats(logits, out_dtype=torch.float64)
+    x, token, lse = (value[0].cpu().numpy() for value in (logits.double(), stats.token, stats.logsumexp))
+    log_p = x[:, token] - lse[:, None]
+    expected = (log_p + log_p.T).astype(np.float32)
+    assert_same(dlmkern.conflict_matrix(logits, stats.token, stats.logsumexp)[0], expected)
 
 
 def test_special_values(backend: str, device: torch.device) -> None:

@@ -147,6 +147,18 @@ def test_plateaus_extend_the_block(backend: str, device: torch.device) -> None:
     assert dlmkern.depga_block(flat, flat, 50, lam=1.5, l_min=1).tolist() == [20]
 
 
+def test_range_is_at_least_1e_15(backend: str, device: torch.device) -> None:
+    # all quantiles of the influence are 0: smoothed 2e-15 and 1e-15 are scored as 2 and 1
+    kl = [3e-15] + [0.0] * 11
+    entropy = [2.3, 1.6, 1.3, 1.9, 1.0, 2.0, 1.5, 0.6, 1.4, 0.4, 1.8, 0.2]
+    scores = [a - 1.2 * b for a, b in zip(normalise(kl, True), normalise(entropy, True), strict=True)]
+    assert scores[0] > 0.05
+    assert 0.05 < scores[1] < 0.9
+    assert scores[2] < -0.05
+    x = [torch.tensor(signal, dtype=torch.float64, device=device) for signal in (kl, entropy)]
+    assert dlmkern.depga_block(*x, 50, l_min=1, padding="reflect").item() == 2
+
+
 def test_fault_windows_of_one_and_two_positions(backend: str, device: torch.device) -> None:
     # the interquartile range is 0 and 1e-15 takes its place: lengths stay defined and within the limits
     for width in (1, 2):

@@ -205,11 +205,20 @@ def test_broadcast_inputs(backend: str, device: torch.device) -> None:
 
 def test_kl_counts_what_is_banned_not_what_underflows(backend: str, device: torch.device) -> None:
     inf = math.inf
-    now = torch.tensor([[0.0, -inf], [0.0, -200.0], [0.0, 0.0], [0.0, -200.0], [-inf, 0.0]], device=device)
-    before = torch.tensor([[0.0, 0.0], [0.0, -inf], [0.0, -inf], [0.0, -190.0], [0.0, -inf]], device=device)
-    kl = dlmkern.token_stats(now, before).kl
-    assert kl is not None
-    assert_close(kl, np.array([math.log(2), inf, inf, 0.0, inf]), 1e-6)
+    pairs = [
+        ([0.0, -inf], [0.0, 0.0], math.log(2)),
+        ([0.0, -200.0], [0.0, -inf], inf),
+        ([0.0, -1e4], [0.0, -inf], inf),
+        ([0.0, 0.0], [0.0, -inf], inf),
+        ([0.0, -200.0], [0.0, -190.0], 0.0),
+        ([0.0, -1e4], [0.0, -3e4], 0.0),
+        ([-inf, 0.0], [0.0, -inf], inf),
+    ]
+    now, before, expected = (torch.tensor(column, device=device) for column in zip(*pairs, strict=True))
+    assert_close(dlmkern.token_stats(now, before).kl, expected.cpu().numpy(), 1e-6)
+    long_now, long_before = (torch.full((len(pairs), 2500), -inf, device=device) for _ in range(2))
+    long_now[:, [7, 2400]], long_before[:, [7, 2400]] = now, before
+    assert_close(dlmkern.token_stats(long_now, long_before).kl, expected.cpu().numpy(), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
