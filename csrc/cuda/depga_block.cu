@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) depga_block(Arguments a) {
   if (threadIdx.x == 0) a.length(b) = min(min(max(static_cast<int64_t>(leading), l_min), l_max), R);
 }
 
-size_t bytes_of_row(int64_t W) { return static_cast<size_t>(W) * 2 * sizeof(double); }
+size_t bytes_of_row(int64_t W) { return product(static_cast<size_t>(W), 2 * sizeof(double)); }
 
 bool is_shared(int64_t W) { return bytes_of_row(W) <= kSharedBytes; }
 
@@ -98,7 +98,7 @@ bool is_shared(int64_t W) { return bytes_of_row(W) <= kSharedBytes; }
 using namespace dlmkern;
 
 extern "C" size_t dlmkern_cuda_depga_block_workspace(int64_t B, int64_t W) {
-  return B <= 0 || W <= 0 || is_shared(W) ? 0 : static_cast<size_t>(B) * bytes_of_row(W);
+  return B <= 0 || W <= 0 || is_shared(W) ? 0 : product(static_cast<size_t>(B), bytes_of_row(W));
 }
 
 extern "C" int dlmkern_cuda_depga_block(const dlmkern_view* kl, const dlmkern_view* entropy,

@@ -26,7 +26,9 @@ struct Greedy {
 
   // Bytes of workspace for B sequences.
   static size_t workspace_bytes(int64_t B, int64_t n) {
-    return B <= 0 || n <= 0 || is_shared(n) ? 0 : static_cast<size_t>(B) * bytes(n);
+    if (B <= 0 || n <= 0) return 0;
+    if (!fits_grid(n)) return kTooManyBytes;
+    return is_shared(n) ? 0 : product(static_cast<size_t>(B), bytes(n));
   }
 
   __device__ Greedy(void* memory, int n) : n(n), words(divide_up(n, 32)) {

@@ -214,6 +214,7 @@ using namespace dlmkern;
 
 extern "C" size_t dlmkern_cuda_topk_snapshot_workspace(int64_t B, int64_t n, int64_t V) {
   if (B <= 0 || n <= 0 || V <= 0) return 0;
+  if (!rows_fit_grid(B, n)) return kTooManyBytes;
   return 2 * bytes_of_rows(B, n) + dlmkern_cuda_token_stats_workspace(B, n, V);
 }
 
@@ -230,7 +231,7 @@ extern "C" int dlmkern_cuda_topk_snapshot(const dlmkern_view* logits, int64_t ba
   DLMKERN_TRY(check_output(logp, kFloat64, {B, n, k}));
   DLMKERN_TRY(check_output(floor, kFloat64, {B, n}));
   if (B == 0 || n == 0) return DLMKERN_OK;
-  if (!fits_grid(B * n) || !fits_grid(V)) return DLMKERN_ERROR_SHAPE;
+  if (!rows_fit_grid(B, n) || !fits_grid(V)) return DLMKERN_ERROR_SHAPE;
   DLMKERN_TRY(check_workspace(workspace, workspace_bytes, dlmkern_cuda_topk_snapshot_workspace(B, n, V)));
 
   char* const memory = static_cast<char*>(workspace);

@@ -93,6 +93,14 @@ inline bool fits_grid(int64_t blocks) { return blocks <= std::numeric_limits<int
 
 inline bool rows_fit_grid(int64_t B, int64_t n) { return fits_grid(B) && fits_grid(n) && fits_grid(B * n); }
 
+// A number of bytes that no workspace has stands for one that can't be computed.
+constexpr size_t kTooManyBytes = std::numeric_limits<size_t>::max();
+
+inline size_t product(size_t a, size_t b) {
+  size_t result;
+  return __builtin_mul_overflow(a, b, &result) ? kTooManyBytes : result;
+}
+
 inline int check_workspace(const void* workspace, size_t bytes, size_t needed) {
   if (needed == 0) return DLMKERN_OK;
   const bool aligned = reinterpret_cast<uintptr_t>(workspace) % 256 == 0;
