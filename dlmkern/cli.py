@@ -37,9 +37,14 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, or 2 after an error, of which stderr has one line."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    options.rest = rest
+    if rest and options.command != "bench":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    backend = getattr(options, "backend", None)
     try:
-        with use_backend(options.backend) if options.backend else nullcontext():
+        with use_backend(backend) if backend else nullcontext():
             options.run(options)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         out: Parser = commands.add_parser(name, help=summary, description=summary)
         out.set_defaults(run=run)
-        out.add_argument("--backend", choices=("auto", *BACKENDS), help="what runs the ops (auto)")
         return out
 
     info = command("info", _info, "versions, devices, and which backend serves which op here")
@@ -89,8 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--count", type=int, default=50, help="test prompts of the model tiny (50)")
     compare.add_argument("--json", action="store_true", help="print a JSON object")
 
-    bench = command("bench", _bench, "time the ops; needs the source tree")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="those of python -m benchmarks")
+    command("bench", _bench, "time the ops: python -m benchmarks, with its arguments; needs the source tree")
     return parser
 
 
@@ -107,6 +110,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of sampling (0)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", choices=("auto", *BACKENDS), help="what runs the ops (auto)")
 
 
 def _token_ids(text: str) -> list[int]:
@@ -155,7 +159,7 @@ def _cpu_isa() -> str:
     return isa
 
 
-class Session:
+class Setup:
     """A model, the prompts for it, and how to show its tokens."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -219,26 +223,26 @@ def _generate(options: argparse.Namespace) -> None:
     from dlmkern.report import step_lines
 
     decoder = _decoder(options.decoder, options.set)
-    session = Session(options)
+    setup = Setup(options)
     began = time.perf_counter()
     stream = dlmkern.generate_stream(
-        session.model,
-        session.prompts,
+        setup.model,
+        setup.prompts,
         decoder,
-        session.gen_length,
+        setup.gen_length,
         options.temperature,
         options.seed,
         options.stop_at_eos,
-        tokenizer=session.tokenizer,
+        tokenizer=setup.tokenizer,
         chat_template=options.chat,
     )
     if options.stream:
-        for line in step_lines(stream, session.symbol):
+        for line in step_lines(stream, setup.symbol):
             print(line, flush=True)
     output = stream.result()
     seconds = time.perf_counter() - began
     tokens = output.tokens[0].tolist()
-    text = session.text(tokens)
+    text = setup.text(tokens)
     nfe = int(output.nfe[0])
     if not options.json:
         print(",".join(map(str, tokens)) if text is None else text)
@@ -272,21 +276,21 @@ def _compare(options: argparse.Namespace) -> None:
     from dlmkern.report import compare, comparison_table
 
     decoders = {name: _decoder(name, []) for name in options.decoders.split(",")}
-    session = Session(options)
+    setup = Setup(options)
 
     def valid(prompt: list[int], answer: list[int]) -> bool:
         return chains4.valid(torch.tensor(prompt), torch.tensor(answer))
 
-    checkable = session.tiny and options.prompt_ids is None and session.gen_length == chains4.ANSWER_LENGTH
+    checkable = setup.tiny and options.prompt_ids is None and setup.gen_length == chains4.ANSWER_LENGTH
     results = compare(
-        session.model,
-        session.prompts,
+        setup.model,
+        setup.prompts,
         decoders,
-        session.gen_length,
+        setup.gen_length,
         valid=valid if checkable else None,
         temperature=options.temperature,
         seed=options.seed,
-        tokenizer=session.tokenizer,
+        tokenizer=setup.tokenizer,
         chat_template=options.chat,
     )
     if options.json:
@@ -302,5 +306,5 @@ def _bench(options: argparse.Namespace) -> None:
     sys.path.insert(0, str(root))
     from benchmarks.__main__ import main as run
 
-    if run(options.arguments):
+    if run(options.rest):
         raise RuntimeError("results differ from the reference, see NO in the column 'match'")

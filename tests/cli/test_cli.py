@@ -115,6 +115,12 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{vanilla['valid']} of 3" in out
 
 
+def test_bench_passes_its_arguments_on(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "bench", "--quick", "--threads", "1", "--device", "cpu", "depga_block")
+    assert code == 0
+    assert "W = 128" in out
+
+
 TINY = ("generate", "--model", "tiny")
 
 
@@ -142,6 +148,8 @@ TINY = ("generate", "--model", "tiny")
         ((*TINY, "--backend", "tpu"), "tpu"),
         (("compare", "--model", "tiny", "--decoders", "depcap,psychic"), "psychic"),
         (("compare", "--model", "tiny", "--count", "0"), "count"),
+        ((*TINY, "--wings", "2"), "--wings"),
+        (("info", "please"), "please"),
         (("bench", "no_such_op"), "no_such_op"),
     ],
 )
