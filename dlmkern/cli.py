@@ -214,7 +214,7 @@ def _decoder(name: str, settings: list[str]) -> Decoder:
             raise ValueError(f"--set: expected NAME=VALUE, got {setting!r}")
         try:
             values[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
             values[key] = value
     return PRESETS[name](**values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Prompts = Tensor | str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GenerationOutput:
     """What `generate` returns for `B` prompts and `G` generated tokens each, on the model's device."""
 
@@ -184,10 +185,10 @@ def generate_stream(
     if not callable(model):
         raise TypeError(f"model must be callable, got {type(model).__name__}")
     decoder = find_decoder(decoder)
-    _check_int("gen_length", gen_length, 1)
+    _check_int("gen_length", gen_length, 1, 2**31)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
-    if not 0 <= temperature < float("inf"):
+    if not 0 <= temperature <= sys.float_info.max:
         raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}")
     config = getattr(model, "config", None)
     mask_token_id = _token_id("mask_token_id", mask_token_id, config)
@@ -195,7 +196,7 @@ def generate_stream(
     if vocab_size is None:
         vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is not None:
-        _check_int("vocab_size", vocab_size, 1)
+        _check_int("vocab_size", vocab_size, 1, 2**31)
     if eos_token_id is not None:
         if eos_token_id == mask_token_id:
             raise ValueError(f"eos_token_id and mask_token_id must differ, got {eos_token_id} for both")
@@ -324,9 +325,11 @@ def _check_prompt(row: int, prompt: list[int], mask_token_id: int, vocab_size: i
     for position, token in enumerate(prompt):
         if token == mask_token_id:
             raise ValueError(f"row {row}: the prompt holds the mask token {token} at position {position}")
-        if token < 0 or (vocab_size is not None and token >= vocab_size):
-            size = "" if vocab_size is None else f", which must lie in [0, {vocab_size})"
-            raise ValueError(f"row {row}: the prompt holds token {token} at position {position}{size}")
+        if not 0 <= token < (vocab_size or 2**31):
+            raise ValueError(
+                f"row {row}: the prompt holds token {token} at position {position}, which must lie in "
+                f"[0, {vocab_size or 2**31})"
+            )
 
 
 def _token_id(name: str, value: int | None, config: Any) -> int:
@@ -334,7 +337,7 @@ def _token_id(name: str, value: int | None, config: Any) -> int:
         value = getattr(config, name, None)
     if value is None:
         raise ValueError(f"{name} is needed: the model has no config.{name}")
-    _check_int(name, value, 0)
+    _check_int(name, value, 0, 2**31)
     return value
 
 
@@ -351,13 +354,13 @@ def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     return list(seeds)
 
 
-def _check_int(name: str, value: object, least: int, stop: int | None = None) -> None:
+def _check_int(name: str, value: object, least: int, stop: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least or (stop is not None and value >= stop):
-        raise ValueError(
-            f"{name} must be at least {least}" + (f" and below {stop}" if stop else "") + f", got {value}"
-        )
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value >= stop:
+        raise ValueError(f"{name} must be below {stop}, got {value}")
 
 
 def _device(model: Model, input_ids: Prompts) -> torch.device:

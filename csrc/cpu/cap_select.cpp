@@ -105,6 +105,7 @@ extern "C" int dlmkern_cpu_cap_select(const dlmkern_view* input, const dlmkern_v
   if (strict != 0 && strict != 1) return DLMKERN_ERROR_VALUE;
   DLMKERN_TRY(check_output(selected, kBool, {B, n}));
   DLMKERN_TRY(check_optional_output(confidence, kReal, {B, n}));
+  if (n == 0) return DLMKERN_OK;
   return guarded([&] {
     const Arguments arguments{*input,    *token, logsumexp,   mask,      *tau_low,
                               *tau_high, *gamma, strict == 1, *selected, confidence};

@@ -38,8 +38,9 @@ extern "C" int dlmkern_cpu_conflict_matrix(const dlmkern_view* logits, const dlm
   DLMKERN_TRY(check_input(token, kInt64, {B, n}));
   DLMKERN_TRY(check_input(logsumexp, kReal, {B, n}));
   DLMKERN_TRY(check_output(conflict, kFloat32, {B, n, n}));
+  if (B == 0 || n == 0) return DLMKERN_OK;
   return guarded([&] {
-    std::vector<double> gathered(static_cast<size_t>(B > 0 ? n * n : 0));
+    std::vector<double> gathered(static_cast<size_t>(n * n));
     for (int64_t b = 0; b < B; ++b) {
       with_float_type(logits->dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;

@@ -47,6 +47,7 @@ extern "C" int dlmkern_cpu_independent_set(const dlmkern_view* conflict, const d
   DLMKERN_TRY(check_optional_input(eligible, kBool, {B, n}));
   DLMKERN_TRY(check_optional_input(preselected, kBool, {B, n}));
   DLMKERN_TRY(check_output(selected, kBool, {B, n}));
+  if (n == 0) return DLMKERN_OK;
   return guarded([&] {
     std::vector<Candidate> all_candidates(static_cast<size_t>(B * n));
     std::vector<uint8_t> all_in(static_cast<size_t>(B * n));

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dlmkern import ops
+from dlmkern.decoders import _check
 from dlmkern.decoders.state import State
 
 
@@ -55,7 +56,7 @@ class FixedBlocks:
     block_length: int = 32
 
     def __post_init__(self) -> None:
-        _check_positive_int("block_length", self.block_length)
+        _check.positive_int("block_length", self.block_length)
 
     def longest(self, gen_length: int) -> int:
         return min(self.block_length, gen_length)
@@ -124,21 +125,16 @@ class DepGABlocks:
     padding: str = "zero"
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.lam, bool)
-            or not isinstance(self.lam, (int, float))
-            or not 0 <= self.lam < torch.inf
-        ):
-            raise ValueError(f"lam must be a finite number of at least 0, got {self.lam!r}")
-        _check_positive_int("l_min", self.l_min)
-        _check_positive_int("l_max", self.l_max)
+        _check.finite_number_from_zero("lam", self.lam)
+        _check.positive_int("l_min", self.l_min)
+        _check.positive_int("l_max", self.l_max)
         if self.l_min > self.l_max:
             raise ValueError(
                 f"l_min must not exceed l_max, got l_min = {self.l_min} and l_max = {self.l_max}"
             )
         if self.kl not in ("exact", "topk"):
             raise ValueError(f'kl must be "exact" or "topk", got {self.kl!r}')
-        _check_positive_int("topk", self.topk)
+        _check.positive_int("topk", self.topk)
         if self.padding not in ("zero", "reflect"):
             raise ValueError(f'padding must be "zero" or "reflect", got {self.padding!r}')
 
@@ -197,8 +193,3 @@ def _gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 def _where_rows(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
     # The window never grows, and it always covers what a row that is inside a block has to keep.
     return torch.where(condition.view(-1, *[1] * (new.dim() - 1)), new, old[:, : new.shape[1]])
-
-
-def _check_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from dlmkern.decoders import _check
 from dlmkern.decoders.blocks import BlockSchedule
 from dlmkern.decoders.unmask import UnmaskingRule
 
@@ -45,8 +45,6 @@ class Decoder:
         for name in ("revise", "cache"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} must be None, got {getattr(self, name)!r}")
-        scale = self.cfg_scale
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 <= scale < math.inf:
-            raise ValueError(f"cfg_scale must be a finite number of at least 0, got {scale!r}")
+        _check.finite_number_from_zero("cfg_scale", self.cfg_scale)
         if self.compat not in (None, "official"):
             raise ValueError(f'compat must be None or "official", got {self.compat!r}')

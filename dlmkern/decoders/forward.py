@@ -54,6 +54,8 @@ class Forward:
         Raises:
             TypeError, ValueError: what the model returned is not logits of the right shape.
         """
+        # A copy that is contiguous, and with which the model may do what it wants.
+        ids = ids.clone(memory_format=torch.contiguous_format)
         if self.cfg_scale == 0:
             return self._windows(ids, positions, end, starts, lengths)
         shown = torch.arange(ids.shape[1], device=ids.device) < prompt_length.unsqueeze(1)
@@ -70,7 +72,7 @@ class Forward:
         if self.takes_windows:
             padded = min(lengths) < max(lengths)
             output = self.model(ids, lengths=end if padded else None, positions=positions)
-            return self._check(output, positions.shape)
+            return self._check(output, positions.shape, ids.device)
         if min(lengths) == max(lengths):
             return self._window_of_equals(ids, positions, starts)
         windows: Tensor | None = None
@@ -88,27 +90,30 @@ class Forward:
 
     def _window_of_equals(self, ids: Tensor, positions: Tensor, starts: Sequence[int]) -> Tensor:
         """Windows of rows of the same length: a view if they are at the same place and end in the row."""
-        # The copy is contiguous, and the callable may do with it what it wants.
-        logits = self._check(self.model(ids.clone(memory_format=torch.contiguous_format)), ids.shape)
+        logits = self._check(self.model(ids), ids.shape, ids.device)
         width = positions.shape[1]
         if min(starts) == max(starts) and starts[0] + width <= ids.shape[1]:
             return logits[:, starts[0] : starts[0] + width]
         rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         return logits[rows, positions]
 
-    def _check(self, output: Any, shape: torch.Size) -> Tensor:
+    def _check(self, output: Any, shape: torch.Size, device: torch.device) -> Tensor:
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
             got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(f"model must return floating-point logits, got {got}")
+        if logits.layout is not torch.strided or logits.device != device:
+            raise ValueError(
+                f"model must return dense logits on {device}, got layout {logits.layout} on {logits.device}"
+            )
         if logits.dim() != 3 or logits.shape[:2] != shape:
             raise ValueError(
                 f"model must return logits of shape [{shape[0]}, {shape[1]}, V], got {list(logits.shape)}"
             )
-        if logits.shape[-1] < (self.vocab_size or 1):
+        least = self.vocab_size or 1
+        if logits.shape[-1] < least:
             raise ValueError(
-                f"model returned {logits.shape[-1]} logits a position, fewer than "
-                f"vocab_size = {self.vocab_size}"
+                f"model returned {logits.shape[-1]} logits a position, fewer than vocab_size = {least}"
             )
         return logits
 

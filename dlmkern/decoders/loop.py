@@ -108,12 +108,14 @@ class Loop:
     def _poll(self, state: State) -> None:
         """Take note of where each row is."""
         packed = torch.stack((state.block_start, state.block_length, state.opening, state.bad_position))
-        for row, start, length, opening, bad in zip(self.rows, *packed.tolist(), strict=True):
+        starts, lengths, openings, bad_positions = packed.tolist()
+        for row, bad in zip(self.rows, bad_positions, strict=True):
             if bad < row.end:
                 raise FloatingPointError(
                     f"row {row.index}: the logits of position {bad} hold no distribution (a NaN, +inf, or no "
                     f"allowed token above -inf) in forward pass {self.nfe[row.index]}"
                 )
+        for row, start, length, opening in zip(self.rows, starts, lengths, openings, strict=True):
             self.nfe[row.index] += 1
             if row.opening:
                 self.block_lengths[row.index].append(length)

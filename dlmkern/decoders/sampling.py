@@ -93,4 +93,5 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     index = (total <= target.unsqueeze(-1)).sum(-1, keepdim=True)
     index = index.clamp(max=weights.shape[-1] - 1)
     before = total.gather(-1, index) - weights.gather(-1, index)
-    return index.squeeze(-1), (target.unsqueeze(-1) - before).squeeze(-1)
+    # Rounding may also put it before the start.
+    return index.squeeze(-1), (target.unsqueeze(-1) - before).clamp(min=0).squeeze(-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dlmkern import ops
+from dlmkern.decoders import _check
 from dlmkern.decoders.sampling import REMASKING_STREAM, uniform
 from dlmkern.decoders.state import Reason, State
 
@@ -65,10 +65,8 @@ class OnePerStep:
     remasking: str = "low_confidence"
 
     def __post_init__(self) -> None:
-        if self.steps is not None and (
-            isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1
-        ):
-            raise ValueError(f"steps must be a positive integer or None, got {self.steps!r}")
+        if self.steps is not None:
+            _check.positive_int("steps", self.steps)
         if self.remasking not in ("low_confidence", "random"):
             raise ValueError(f'remasking must be "low_confidence" or "random", got {self.remasking!r}')
 
@@ -114,7 +112,7 @@ class Threshold:
     tau: float = 0.9
 
     def __post_init__(self) -> None:
-        _check_number("tau", self.tau)
+        _check.number("tau", self.tau)
         if not 0 <= self.tau <= 1:
             raise ValueError(f"tau must lie in [0, 1], got {self.tau!r}")
 
@@ -149,7 +147,7 @@ class CAP:
 
     def __post_init__(self) -> None:
         for name in ("tau_low", "tau_high", "gamma"):
-            _check_number(name, getattr(self, name))
+            _check.number(name, getattr(self, name))
         if not 0 <= self.tau_low <= 1:
             raise ValueError(f"tau_low must lie in [0, 1], got {self.tau_low!r}")
         if self.tau_low > self.tau_high:
@@ -179,8 +177,3 @@ class CAP:
         reason = torch.where(chosen.confidence >= self.tau_low, Reason.CONFLICT_FREE, Reason.FORCED)
         reason = torch.where(chosen.confidence >= self.tau_high, Reason.HIGH_TIER, reason)
         return Selection(chosen.selected, reason.to(torch.int8))
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise ValueError(f"{name} must be a number, got {value!r}")

@@ -112,6 +112,9 @@ class LLaDAConfig(PretrainedConfig):
                 raise ValueError(
                     f"config field {name} = {kwargs[name]!r} is not supported (only {supported!r} is)"
                 )
+        # Not handed on, because transformers warns of the name.
+        if kwargs.pop("rope_scaling", None) is not None:
+            raise ValueError("config field rope_scaling is not supported (only null is)")
         super().__init__(**(_ONLY_SUPPORTED | kwargs))
         self.d_model = d_model
         self.n_heads = n_heads
@@ -158,9 +161,19 @@ class LLaDAConfig(PretrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config field {name} = {value!r} must be a positive integer")
+        for name in (
+            "rope_full_precision",
+            "include_bias",
+            "include_qkv_bias",
+            "weight_tying",
+            "scale_logits",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"config field {name} = {value!r} must be true or false")
         for name in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise ValueError(f"config field {name} = {value!r} must be a positive number")
         if self.d_model % (2 * self.n_heads):
             raise ValueError(
@@ -183,7 +196,8 @@ class LLaDAConfig(PretrainedConfig):
             )
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and 0 <= value < self.embedding_size):
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_int and 0 <= value < self.embedding_size):
                 raise ValueError(
                     f"config field {name} = {value!r} must be a token id in [0, {self.embedding_size})"
                 )

@@ -102,7 +102,7 @@ def _device(device: str | torch.device) -> torch.device:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -122,7 +122,7 @@ def _config(folder: Path) -> tuple[type[LLaDAModelLM], LLaDAConfig]:
     model_class = MODELS[model_type]
     try:
         return model_class, model_class.config_class.from_dict(fields)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # transformers checks its own fields with errors of many types
         raise ValueError(f"{path}: {error}") from error
 
 

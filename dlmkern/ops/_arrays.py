@@ -104,7 +104,7 @@ def _from_numpy(x: np.ndarray[Any, Any]) -> Tensor:
         raise TypeError("its mask would be lost")
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))
-    if not x.flags.aligned or any(stride < 0 or stride % x.itemsize for stride in x.strides):
+    if not x.flags.aligned or any(stride < 0 or stride % max(x.itemsize, 1) for stride in x.strides):
         x = x.copy()
     if not x.flags.writeable:
         x = np.asarray(_Writeable(x))

@@ -23,8 +23,9 @@ def tensor(name: str, x: Tensor | None, dtypes: Dtypes) -> Tensor:
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected dtype {expected}, got {str(x.dtype).removeprefix('torch.')}")
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {kind}")
     return x.detach() if x.requires_grad else x
 
 
@@ -75,6 +76,13 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
 
 
+def as_float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name}: expected a number that a float can hold, got one beyond 1e308") from error
+
+
 def count(name: str, value: object, most: int, meaning: str) -> None:
     """Refuses what is no int in [1, most]."""
     if not is_int(value):
@@ -93,10 +101,15 @@ def per_row(name: str, value: object, batch: int, dtype: torch.dtype, device: to
         if x.shape not in ((), (batch,)):
             raise ValueError(f"{name}: expected a number or shape [{batch}], got {list(x.shape)}")
         return x.to(dtype).expand(batch)
-    if is_int(value) or (dtype != torch.int64 and is_number(value)):
-        return torch.full((batch,), value, dtype=dtype, device=device)
-    expected = "an int" if dtype == torch.int64 else "a float"
-    raise TypeError(f"{name}: expected {expected} or a tensor, got {type(value).__name__}")
+    if dtype == torch.int64:
+        if not is_int(value):
+            raise TypeError(f"{name}: expected an int or a tensor, got {type(value).__name__}")
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name}: expected an int of 64 bits, got {value}")
+        return torch.full((batch,), int(value), dtype=dtype, device=device)
+    if not is_number(value):
+        raise TypeError(f"{name}: expected a float or a tensor, got {type(value).__name__}")
+    return torch.full((batch,), as_float(name, value), dtype=dtype, device=device)
 
 
 def host_values(value: Number, batch: int) -> list[float]:

@@ -12,9 +12,11 @@ CHUNK_BYTES = 2 << 20  # of one float64 copy of the rows in work; about six such
 def row_chunks(logits: Tensor) -> Iterator[tuple[slice, slice]]:
     """Cuts ``[B, n, V]`` into index pairs, so that ``logits[pair]`` is small whatever the vocabulary is."""
     batch, n, vocab = logits.shape
+    if n == 0:
+        return
     rows = max(1, CHUNK_BYTES // (8 * vocab))
     if n <= rows:
-        step = max(1, rows // max(n, 1))
+        step = max(1, rows // n)
         for b in range(0, batch, step):
             yield slice(b, b + step), slice(None)
     else:

@@ -336,3 +336,22 @@ def test_peak_memory(checkpoint: Checkpoint) -> None:
     assert 190e6 < sizes["float32"] < 220e6
     for dtype, _, peak in lines:
         assert 0.9 * sizes[dtype] < int(peak) < 1.35 * sizes[dtype], (dtype, peak, sizes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("torch_dtype", "nonsense"),
+        ("id2label", 5),
+        ("scale_logits", "no"),
+        ("include_bias", []),
+        ("rms_norm_eps", True),
+        ("mask_token_id", True),
+        ("rope_scaling", {"rope_type": "linear", "factor": 4.0}),
+    ],
+)
+def test_fields_of_the_wrong_kind(checkpoint: Checkpoint, tmp_path: Path, field: str, value: object) -> None:
+    config = json.loads((checkpoint() / "config.json").read_text()) | {field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_model(tmp_path)

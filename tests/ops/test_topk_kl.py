@@ -133,3 +133,12 @@ def _one_row(
         torch.tensor([probabilities], dtype=torch.float64, device=device).log(),
         torch.tensor([math.log(tail)], dtype=torch.float64, device=device),
     )
+
+
+def test_a_probability_that_underflows_adds_nothing(backend: str, device: torch.device) -> None:
+    curr = torch.tensor([[0.0, -800.0]], device=device)
+    prev = torch.tensor([[0.0, -math.inf]], device=device)
+    with dlmkern.use_backend("reference"):
+        snapshots = [dlmkern.topk_snapshot(x, 2) for x in (curr, prev)]
+    with dlmkern.use_backend(backend):
+        assert dlmkern.topk_kl(*snapshots).tolist() == [0.0]
