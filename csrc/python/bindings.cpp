@@ -127,12 +127,6 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   m.def("cpu_set_isa", [](const char* name) {
     if (const int code = dlmkern_cpu_set_isa(name)) raise_error("cpu_set_isa", code);
   });
-  m.attr("FLOAT64") = static_cast<int>(DLMKERN_FLOAT64);
-  m.attr("FLOAT32") = static_cast<int>(DLMKERN_FLOAT32);
-  m.attr("BFLOAT16") = static_cast<int>(DLMKERN_BFLOAT16);
-  m.attr("FLOAT16") = static_cast<int>(DLMKERN_FLOAT16);
-  m.attr("INT64") = static_cast<int>(DLMKERN_INT64);
-  m.attr("BOOL") = static_cast<int>(DLMKERN_BOOL);
 
   bind<V, V, V, int64_t, V, V, V, V, V>(m, "cpu_token_stats", dlmkern_cpu_token_stats);
   bind<V, V, V, V>(m, "cpu_conflict_matrix", dlmkern_cpu_conflict_matrix);

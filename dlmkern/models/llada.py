@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -421,7 +421,8 @@ class LLaDAModelLM(PreTrainedModel):
             x = block(x, rope, key_mask)
         if positions is not None:
             x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        return MaskedLMOutput(logits=transformer.head(x))
+        # What transformers calls the type of logits differs between its versions.
+        return MaskedLMOutput(logits=cast(Any, transformer.head(x)))
 
 
 def _readable(x: Tensor) -> bool:
