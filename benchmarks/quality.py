@@ -51,7 +51,7 @@ def candidates() -> Iterable[tuple[str, str, Decoder]]:
     for tau in TAUS:
         yield "threshold, blocks of 8", f"tau={tau}", decoders.threshold(tau, 8)
     for lam in LAMBDAS:
-        yield "DepCap", f"lam={lam}", decoders.depcap(lam=lam)
+        yield "DepCap, lam swept", f"lam={lam}", decoders.depcap(lam=lam)
     for l_min in L_MINS:
         yield "DepCap, l_min swept", f"l_min={l_min}", decoders.depcap(l_min=l_min)
     for tau_low in TAU_LOWS:
@@ -103,6 +103,7 @@ def front(points: list[Point]) -> list[Point]:
 
 
 def table(points: list[Point]) -> Table:
+    """A star marks the points of `front`."""
     on_front = front(points)
     out = Table("curve", "setting", "NFE", "tokens/forward", "valid", "chains", "block", "", box=None)
     for column in out.columns[2:7]:
@@ -116,7 +117,7 @@ def table(points: list[Point]) -> Table:
             f"{point.valid:.1%}",
             f"{point.chains:.1%}",
             f"{point.block_length:.1f}",
-            "best at this NFE" if point in on_front else "",
+            "*" if point in on_front else "",
         )
     return out
 
@@ -148,7 +149,7 @@ def plot(points: list[Point], file: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=200, help="how many (200)")
+    parser.add_argument("--prompts", type=int, default=100, help="how many (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
@@ -163,7 +164,8 @@ def main(arguments: list[str] | None = None) -> int:
         measure(*candidate, model, prompts)
         for candidate in track(list(candidates()), "decoding", transient=True)
     ]
-    Console(highlight=False).print(table(points))
+    terminal = Console().is_terminal
+    Console(highlight=False, width=None if terminal else 130).print(table(points))
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "quality.json"
     file.write_text(
