@@ -49,6 +49,7 @@ def conflict_matrix(logits: Tensor, token: Tensor | None = None, logsumexp: Tens
         rows = logits.shape[:-1]
         token = _check.companion("token", token, "logits", logits, rows, _check.INTEGERS).long()
         logsumexp = _check.companion("logsumexp", logsumexp, "logits", logits, rows, _check.STATISTICS)
-        token, logsumexp = token.reshape(x.shape[:2]), logsumexp.reshape(x.shape[:2])
+        if logits.ndim == 2:
+            token, logsumexp = token.unsqueeze(0), logsumexp.unsqueeze(0)
     conflict: Tensor = _op(x, token, logsumexp)
     return conflict.squeeze(0) if logits.ndim == 2 else conflict
