@@ -22,6 +22,7 @@
  * Distributions
  * -------------
  * A row of V logits x defines p_v = exp(x_v) / sum_u exp(x_u). -inf is a banned token: p_v = 0.
+ * Where a logsumexp is handed in, log p_v is x_v - logsumexp in float64: logits beyond 1e10 lose its digits.
  * A row that holds a NaN or +inf, or nothing but -inf, defines no distribution: its token is -1 and its
  * statistics are NaN.
  */
