@@ -14,7 +14,7 @@ namespace dlmkern {
 template <class T>
 struct Tensor {
   T* data;
-  int64_t stride[3];
+  int64_t stride[4];
 
   __device__ T* address(int64_t i, int64_t j = 0, int64_t k = 0) const {
     return data + (i * stride[0] + j * stride[1] + k * stride[2]);

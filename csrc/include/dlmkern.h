@@ -54,9 +54,9 @@ typedef enum dlmkern_dtype {
 typedef struct dlmkern_view {
   void* data;
   int32_t dtype; /* a dlmkern_dtype */
-  int32_t ndim;  /* 1 to 3 */
-  int64_t shape[3];
-  int64_t stride[3]; /* in elements, not negative */
+  int32_t ndim;  /* 1 to 4 */
+  int64_t shape[4];
+  int64_t stride[4]; /* in elements, not negative */
 } dlmkern_view;
 
 enum {
@@ -246,6 +246,57 @@ DLMKERN_API int dlmkern_cuda_depga_block(const dlmkern_view* kl, const dlmkern_v
                                          const dlmkern_view* l_min, const dlmkern_view* l_max, int reflect,
                                          const dlmkern_view* length, void* workspace, size_t workspace_bytes,
                                          void* stream);
+
+/* -----------------------------------------------------------------------------------------------------------
+ * confidence_select: which positions a confidence rule commits (Fast-dLLM, LLaDA).
+ *
+ *   confidence [B, n] float32|float64
+ *   mask       [B, n] bool, or NULL for all: positions that may be committed
+ *   parameter  [B] float64: p of the rule
+ *   rule       a dlmkern_rule
+ *   selected   [B, n] bool, out
+ *
+ * In float64. The candidates are the m masked positions whose confidence c is not NaN; r is a candidate's
+ * rank by falling confidence, from 1 on, ties to the lower index.
+ */
+typedef enum dlmkern_rule {
+  DLMKERN_RULE_THRESHOLD = 0,      /* r == 1 or c >= p */
+  DLMKERN_RULE_FACTOR = 1,         /* r == 1 or (r + 1)(1 - c) < p */
+  DLMKERN_RULE_SCHEDULE = 2,       /* r <= p */
+  DLMKERN_RULE_FACTOR_OFFICIAL = 3 /* r == 1 or c >= 1 - p / (r + 1); all m if only the last rank fails */
+} dlmkern_rule;
+
+DLMKERN_API int dlmkern_cpu_confidence_select(const dlmkern_view* confidence, const dlmkern_view* mask,
+                                              const dlmkern_view* parameter, int rule,
+                                              const dlmkern_view* selected);
+DLMKERN_API size_t dlmkern_cuda_confidence_select_workspace(int64_t B, int64_t n);
+DLMKERN_API int dlmkern_cuda_confidence_select(const dlmkern_view* confidence, const dlmkern_view* mask,
+                                               const dlmkern_view* parameter, int rule,
+                                               const dlmkern_view* selected, void* workspace,
+                                               size_t workspace_bytes, void* stream);
+
+/* -----------------------------------------------------------------------------------------------------------
+ * kv_block_write: keys and values of a block into their places in the cache, in place.
+ *
+ *   k_cache, v_cache  [B, H, L, d] float, in and out
+ *   k, v              [B, H, n, d] same dtype
+ *   positions         [B, n] int64: the place of each; outside [0, L) it is skipped. Two equal positions in a
+ *                     row leave either.
+ *   cos, sin          [P, d] float32|float64, P >= L, d even, or both NULL: row p turns a key at position p,
+ *                     k_i cos_i - k_{i+d/2} sin_i for i < d/2 and k_i cos_i + k_{i-d/2} sin_i for the others,
+ *                     computed in the dtype of the tables and rounded once to that of the cache
+ *   drift             [4, B, n] float32, out, or NULL: the cosine of the old and the new key, the distance
+ *                     |new - old| / |old|, and both for the value, over all H d numbers of a position, as the
+ *                     cache's dtype holds them; NaN where the position is skipped
+ */
+DLMKERN_API int dlmkern_cpu_kv_block_write(const dlmkern_view* k_cache, const dlmkern_view* v_cache,
+                                           const dlmkern_view* k, const dlmkern_view* v,
+                                           const dlmkern_view* positions, const dlmkern_view* cos,
+                                           const dlmkern_view* sin, const dlmkern_view* drift);
+DLMKERN_API int dlmkern_cuda_kv_block_write(const dlmkern_view* k_cache, const dlmkern_view* v_cache,
+                                            const dlmkern_view* k, const dlmkern_view* v,
+                                            const dlmkern_view* positions, const dlmkern_view* cos,
+                                            const dlmkern_view* sin, const dlmkern_view* drift, void* stream);
 
 #ifdef __cplusplus
 }
