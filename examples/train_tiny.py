@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from dlmkern.models import LLaDAConfig, LLaDAModelLM, chains4
-from dlmkern.models.llada import LLaDABlock, attention
+from dlmkern.models.layers import attention
+from dlmkern.models.masked_lm import Block
 
 BATCH = 64
 FIELDS: dict[str, Any] = {
@@ -121,20 +122,19 @@ def cached_loss(model: LLaDAModelLM, generator: torch.Generator) -> Tensor:
 
     first = chains4.PROMPT_LENGTH + start
     last = chains4.PROMPT_LENGTH + (stop if dual else chains4.ANSWER_LENGTH)
-    transformer = model.transformer
     positions = torch.arange(now.shape[1])
-    rope, fresh_rope = transformer.rope(positions), transformer.rope(positions[first:last])
-    stale = transformer.wte(at_start)
-    x = transformer.wte(now[:, first:last])
-    for block in transformer.blocks:
-        assert isinstance(block, LLaDABlock)
+    rope, fresh_rope = model.rope(positions), model.rope(positions[first:last])
+    stale = model.embed(at_start)
+    x = model.embed(now[:, first:last])
+    for block in model.blocks:
+        assert isinstance(block, Block)
         stale_q, stale_k, stale_v = block.qkv(stale, rope)
         q, k, v = block.qkv(x, fresh_rope)
         k = torch.cat((stale_k[:, :, :first], k, stale_k[:, :, last:]), dim=2)
         v = torch.cat((stale_v[:, :, :first], v, stale_v[:, :, last:]), dim=2)
         stale = block.finish(stale, attention(stale_q, stale_k, stale_v))
         x = block.finish(x, attention(q, k, v))
-    logits = transformer.head(x)[:, : stop - start]
+    logits = model.head(x)[:, : stop - start]
     return masked_loss(logits, answers[:, start:stop], masked[:, start:stop])
 
 

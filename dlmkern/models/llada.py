@@ -3,22 +3,21 @@
 The parameter names and `config.json` fields are those of the official checkpoints (LLaDA-8B, LLaDA-1.5), so
 these load without remote code, through `dlmkern.load_model` or through transformers' `AutoModel`.
 
-The forward pass is built from a few small functions (`LLaDATransformer.rope` and `head`, `LLaDABlock.qkv` and
-`finish`, `attention`). Whoever keeps keys and values between forward passes, or wants the queries, walks
-over the blocks with them as `LLaDAModelLM.forward` does.
+The forward pass is `MaskedLM.forward`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import MaskedLMOutput
+from torch.nn.functional import linear, silu
+from transformers import PretrainedConfig
+
+from dlmkern.models.layers import RMSNorm, compute_dtype, rotary_table, rotate
+from dlmkern.models.masked_lm import Block, MaskedLM
 
 # Fields of the official configuration with a single supported value. Any other would change the outputs.
 _ONLY_SUPPORTED: dict[str, Any] = {
@@ -139,6 +138,10 @@ class LLaDAConfig(PretrainedConfig):
         self.pad_token_id = pad_token_id
         self._check()
 
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: all fields of the architecture (official defaults differ)."""
         everything = self.to_dict()
@@ -203,78 +206,12 @@ class LLaDAConfig(PretrainedConfig):
                 )
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of norms and rotations: float32, or float64 for a float64 model."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation of the last dimension, in float32 (for float64 input, in float64)."""
-
-    def __init__(self, size: int, eps: float, bias: bool) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.to(_compute_dtype(x.dtype))
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        y = self.weight * y.to(x.dtype)
-        return y if self.bias is None else y + self.bias
-
-
-def rotary_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding (Su et al., 2021, arXiv:2104.09864).
-
-    Args:
-        positions: token positions, `[n]` or `[B, 1, n]` (the 1 stands for the heads).
-        head_dim: size of a head.
-        theta: base of the frequencies; pair `i` turns by `positions / theta ** (2 * i / head_dim)`.
-        dtype: float32 or float64.
-
-    Returns:
-        cos, sin: `[..., n, head_dim]`; each frequency appears twice, at `i` and at `i + head_dim / 2`.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
-    angles = positions.to(dtype).unsqueeze(-1) * (1.0 / theta**exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn queries or keys `[B, H, n, head_dim]` by a `rotary_table`; computed in the dtype of the table."""
-    cos, sin = table
-    y = x.to(cos.dtype)
-    first, second = y.chunk(2, dim=-1)
-    return (y * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """Bidirectional attention with grouped key/value heads.
-
-    Args:
-        q: queries `[B, Hq, n, head_dim]`, rotated.
-        k: keys `[B, Hkv, L, head_dim]`, rotated; `Hkv` divides `Hq`.
-        v: values `[B, Hkv, L, head_dim]`.
-        key_mask: bool, broadcastable to `[B, Hq, n, L]`; True where the key takes part. None: all keys do.
-
-    Returns:
-        `[B, Hq, n, head_dim]`.
-    """
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k = k.repeat_interleave(groups, dim=1)
-        v = v.repeat_interleave(groups, dim=1)
-    return scaled_dot_product_attention(q, k, v, attn_mask=key_mask)
-
-
-class LLaDABlock(nn.Module):
+class LLaDABlock(Block):
     """One transformer block: `x + attention(norm(x))`, then `x + SwiGLU(norm(x))`."""
 
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__()
-        self.head_dim = config.d_model // config.n_heads
+        self.head_dim = config.head_dim
         kv_size = config.n_kv_heads * self.head_dim
         norm_bias = config.include_bias if config.bias_for_layer_norm is None else config.bias_for_layer_norm
         qkv_bias = config.include_bias or config.include_qkv_bias
@@ -289,10 +226,6 @@ class LLaDABlock(nn.Module):
         self.ff_out = nn.Linear(config.mlp_hidden_size, config.d_model, bias=config.include_bias)
 
     def qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """From `x [B, n, d]`: queries `[B, Hq, n, head_dim]`, keys and values `[B, Hkv, n, head_dim]`.
-
-        Queries and keys are rotated by `rope`.
-        """
         h = self.attn_norm(x)
         q, k, v = (
             proj(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -301,23 +234,17 @@ class LLaDABlock(nn.Module):
         return rotate(q, rope), rotate(k, rope), v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The block's output `[B, n, d]` from its input `x` and what `attention` returned."""
         x = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
         h = self.ff_norm(x)
         mlp: Tensor = self.ff_out(silu(self.ff_proj(h)) * self.up_proj(h))
         return x + mlp
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], key_mask: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(x, rope)
-        return self.finish(x, attention(q, k, v, key_mask))
-
 
 class LLaDATransformer(nn.Module):
-    """Embedding, blocks, final norm and output head."""
+    """Embedding, blocks, final norm and output head, by their official names."""
 
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__()
-        self.config = config
         norm_bias = config.include_bias if config.bias_for_layer_norm is None else config.bias_for_layer_norm
         self.wte = nn.Embedding(config.embedding_size, config.d_model)
         self.blocks = nn.ModuleList(LLaDABlock(config) for _ in range(config.n_layers))
@@ -325,46 +252,17 @@ class LLaDATransformer(nn.Module):
         if not config.weight_tying:
             self.ff_out = nn.Linear(config.d_model, config.embedding_size, bias=config.include_bias)
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `rotary_table` of positions `[n]` or `[B, 1, n]`, in the dtype of this model's rotations."""
-        dtype = self.wte.weight.dtype
-        config = self.config
-        cos, sin = rotary_table(
-            positions, config.d_model // config.n_heads, config.rope_theta, _compute_dtype(dtype)
-        )
-        return (cos, sin) if config.rope_full_precision else (cos.to(dtype), sin.to(dtype))
 
-    def head(self, x: Tensor) -> Tensor:
-        """Logits `[B, n, embedding_size]` from the last block's output `x [B, n, d]`."""
-        x = self.ln_f(x)
-        logits = linear(x, self.wte.weight) if self.config.weight_tying else self.ff_out(x)
-        return logits / math.sqrt(self.config.d_model) if self.config.scale_logits else logits
-
-
-class LLaDAModelLM(PreTrainedModel):
+class LLaDAModelLM(MaskedLM):
     """LLaDA with its output head. `model(input_ids).logits` are the raw logits of every position."""
 
     config_class = LLaDAConfig
-    base_model_prefix = "model"
-    _supports_sdpa = True
 
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__(config)
         # The extra level gives the parameters their official names, model.transformer.*.
         self.model = nn.ModuleDict({"transformer": LLaDATransformer(config)})
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.wte
@@ -376,96 +274,23 @@ class LLaDAModelLM(PreTrainedModel):
         assert isinstance(transformer, LLaDATransformer)
         return transformer
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        lengths: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> MaskedLMOutput:
-        """Predict every token of every row from the whole row.
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.transformer.blocks
 
-        Rows of different lengths are left-aligned: row `b` is `input_ids[b, :lengths[b]]`, and what follows
-        is padding that no real position sees (the official implementation lets it be seen). Leave `lengths`
-        out when all rows are full: attention without a mask is faster. Tensors on an accelerator are never
-        read on the host; on the CPU their values are checked, and a mask that hides nothing is dropped.
+    def embed(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.transformer.wte(input_ids)
+        return x
 
-        Args:
-            input_ids: token ids, int64 `[B, L]`, `L <= max_sequence_length`.
-            attention_mask: bool or integer `[B, L]`, zero where a key is hidden; not together with `lengths`.
-            lengths: int64 `[B]`, number of real tokens of each row, in `[1, L]`.
-            positions: int64 `[B, n]`, the positions whose logits are wanted. None: all of them, in order.
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = self.transformer.wte.weight.dtype
+        config = self.config
+        cos, sin = rotary_table(positions, config.head_dim, config.rope_theta, compute_dtype(dtype))
+        return (cos, sin) if config.rope_full_precision else (cos.to(dtype), sin.to(dtype))
 
-        Returns:
-            `logits [B, n, embedding_size]` in the model's dtype, padded vocabulary rows included. Those at
-            padding positions mean nothing.
-
-        Raises:
-            TypeError: an argument is not a tensor of the dtype above.
-            ValueError: a shape does not fit, the sequence is too long, or a value on the CPU is out of range.
-        """
-        _check_ids("input_ids", input_ids, (None, None), 0, self.config.embedding_size)
-        batch, length = input_ids.shape
-        if length > self.config.max_sequence_length:
-            raise ValueError(
-                f"input_ids: {length} tokens exceed max_sequence_length = {self.config.max_sequence_length}"
-            )
-        if positions is not None:
-            _check_ids("positions", positions, (batch, None), 0, length)
-        key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
+    def head(self, x: Tensor) -> Tensor:
         transformer = self.transformer
-        rope = transformer.rope(torch.arange(length, device=input_ids.device))
-        x = transformer.wte(input_ids)
-        for block in transformer.blocks:
-            x = block(x, rope, key_mask)
-        if positions is not None:
-            x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        # What transformers calls the type of logits differs between its versions.
-        return MaskedLMOutput(logits=cast(Any, transformer.head(x)))
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether the values may be looked at: they are in host memory, and nobody is tracing."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _check_ids(name: str, x: Tensor, shape: tuple[int | None, ...], low: int, stop: int) -> None:
-    """Check an int64 tensor: its dtype, its shape (None stands for any size) and, on the CPU, its range."""
-    if not isinstance(x, Tensor) or x.dtype != torch.int64:
-        raise TypeError(f"{name} must be an int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-    if x.dim() != len(shape) or any(
-        want not in (None, got) for want, got in zip(shape, x.shape, strict=True)
-    ):
-        expected = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have shape [{expected}], got {list(x.shape)}")
-    if _readable(x) and x.numel() and (x.min() < low or x.max() >= stop):
-        raise ValueError(f"{name} must lie in [{low}, {stop}), got values from {x.min()} to {x.max()}")
-
-
-def _key_mask(
-    batch: int, length: int, attention_mask: Tensor | None, lengths: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Bool `[B, 1, 1, L]`, True where a key is real; None if no key is hidden."""
-    if lengths is not None:
-        if attention_mask is not None:
-            raise ValueError("give either attention_mask or lengths, not both")
-        _check_ids("lengths", lengths, (batch,), 1, length + 1)
-        mask = torch.arange(length, device=lengths.device) < lengths[:, None]
-    elif attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point():
-            got = getattr(attention_mask, "dtype", type(attention_mask).__name__)
-            raise TypeError(f"attention_mask must be a bool or integer tensor, got {got}")
-        if attention_mask.shape != (batch, length):
-            raise ValueError(
-                f"attention_mask must have shape [{batch}, {length}], got {list(attention_mask.shape)}"
-            )
-        mask = attention_mask != 0
-    else:
-        return None
-    if _readable(mask):
-        if not mask.any(-1).all():
-            raise ValueError("attention_mask hides every key of a row")
-        if mask.all():
-            return None
-    return mask[:, None, None, :].to(device)
+        x = transformer.ln_f(x)
+        weight = transformer.wte.weight
+        logits = linear(x, weight) if self.config.weight_tying else transformer.ff_out(x)
+        return logits / math.sqrt(self.config.d_model) if self.config.scale_logits else logits

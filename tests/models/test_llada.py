@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from dlmkern.models import LLaDAConfig, LLaDAModelLM, load_model
-from dlmkern.models.llada import attention
+from dlmkern.models.layers import attention
 
 DATA = Path(__file__).parents[1] / "data"
 Checkpoint = Callable[..., Path]

@@ -1,0 +1,80 @@
+"""Keys and values that outlive a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dlmkern import ops
+
+
+class KVCache:
+    """The rotated keys and the values of every position, layer by layer, in one buffer.
+
+    Args:
+        storage: `[layers, 2, B, Hkv, L, head_dim]`, keys before values. Every number in it is finite, so that
+            what lies beyond a row's end may be read as long as it gets no weight.
+    """
+
+    def __init__(self, storage: Tensor) -> None:
+        self.storage = storage
+
+    @staticmethod
+    def empty(
+        layers: int,
+        rows: int,
+        heads: int,
+        length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVCache:
+        """A buffer for `rows` rows of at most `length` positions."""
+        shape = (layers, 2, rows, heads, length, head_dim)
+        return KVCache(torch.zeros(shape, dtype=dtype, device=device))
+
+    @property
+    def rows(self) -> int:
+        return self.storage.shape[2]
+
+    @property
+    def length(self) -> int:
+        return self.storage.shape[4]
+
+    def narrow(self, rows: int, length: int) -> KVCache:
+        """The same buffer, as one of its first `rows` rows and `length` positions."""
+        if (rows, length) == (self.rows, self.length):
+            return self
+        return KVCache(self.storage[:, :, :rows, :, :length])
+
+    def keep(self, rows: Sequence[int]) -> KVCache:
+        """Move these rows, which are in order, to the front of the buffer; the others are lost."""
+        index = torch.tensor(rows, device=self.storage.device)
+        for layer in self.storage:
+            for part in layer:
+                part[: len(rows)] = part[index]
+        return self.narrow(len(rows), self.length)
+
+    def write_rows(self, layer: int, k: Tensor, v: Tensor, rows: Tensor | None) -> None:
+        """Write whole rows, `[n, Hkv, m, head_dim]` from their first position on.
+
+        `rows` says which of the cache's; None: all of them, in order.
+        """
+        for part, new in zip(self.storage[layer], (k, v), strict=True):
+            part = part[:, :, : new.shape[2]]
+            if rows is None:
+                part.copy_(new)
+            else:
+                part.index_copy_(0, rows, new)
+
+    def write_block(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Write `[B, Hkv, n, head_dim]` at `positions [B, n]` (-1: nowhere).
+
+        Returns:
+            All keys and all values of the layer, `[B, Hkv, L, head_dim]`.
+        """
+        keys, values = self.storage[layer]
+        ops.kv_block_write(keys, values, k, v, positions)
+        return keys, values

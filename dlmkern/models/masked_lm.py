@@ -1,0 +1,221 @@
+"""The forward pass that all models of this package share.
+
+It is built from a few small functions: `embed`, `rope` and `head` of the model, `qkv` and `finish` of its
+blocks, `layers.attention`. Whoever wants more from it, the queries for example, walks over the blocks with
+them as `MaskedLM.forward` does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+from dlmkern.models.kv_cache import KVCache
+from dlmkern.models.layers import RMSNorm, attention
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    @abstractmethod
+    def qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """From `x [B, n, d]`: queries `[B, Hq, n, head_dim]`, keys and values `[B, Hkv, n, head_dim]`.
+
+        Queries and keys are rotated by `rope`.
+        """
+
+    @abstractmethod
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The block's output `[B, n, d]` from its input `x` and what `attention` returned."""
+
+
+class MaskedLM(PreTrainedModel):
+    """A transformer with bidirectional attention that predicts masked tokens.
+
+    Its configuration has `n_layers`, `n_kv_heads`, `head_dim`, `embedding_size` and `max_sequence_length`.
+    """
+
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    shifted_logits: ClassVar[bool] = False
+    """Whether the output at a position predicts the token after it, as in a causal model."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> nn.ModuleList:
+        """The `Block`s in order."""
+
+    @abstractmethod
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """`x [B, n, d]` from token ids `[B, n]`."""
+
+    @abstractmethod
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The `rotary_table` of positions `[n]` or `[B, 1, n]`, in the dtype of this model's rotations."""
+
+    @abstractmethod
+    def head(self, x: Tensor) -> Tensor:
+        """Logits `[B, n, embedding_size]` from the last block's output `x [B, n, d]`."""
+
+    def new_cache(self, rows: int, length: int) -> KVCache:
+        """A cache for `rows` rows of at most `length` positions, in the model's dtype and on its device."""
+        config = self.config
+        return KVCache.empty(
+            config.n_layers, rows, config.n_kv_heads, length, config.head_dim, self.dtype, self.device
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        cache_rows: Tensor | None = None,
+        token_positions: Tensor | None = None,
+    ) -> MaskedLMOutput:
+        """Predict every token of every row from the whole row.
+
+        Rows of different lengths are left-aligned: row `b` is `input_ids[b, :lengths[b]]`, and what follows
+        is padding that no real position sees (the official implementations let it be seen). Leave `lengths`
+        out when all rows are full: attention without a mask is faster. Tensors on an accelerator are never
+        read on the host; on the CPU their values are checked, and a mask that hides nothing is dropped.
+
+        With a cache, a first pass over whole rows fills it, and later ones compute only some positions: these
+        replace their keys and values in the cache and see all the others there, as they were when last
+        computed.
+
+        Args:
+            input_ids: token ids, int64 `[B, n]`: whole rows, or the tokens at `token_positions`.
+            attention_mask: bool or integer `[B, n]`, zero where a key is hidden; not together with `lengths`
+                or `token_positions`.
+            lengths: int64 `[B]`, number of real tokens of each row, at least 1 and at most the row's size,
+                which is `n` or, with `token_positions`, that of the cache.
+            positions: int64 `[B, m]`, the columns of `input_ids` whose logits are wanted. None: all of them,
+                in order.
+            cache: from `new_cache`.
+            cache_rows: int64 `[B]`, which of the cache's rows whole rows go to. None: all of them, in order.
+            token_positions: int64 `[B, n]`, where in its row each token of `input_ids` is; -1 is padding.
+
+        Returns:
+            `logits [B, n or m, embedding_size]` in the model's dtype, padded vocabulary rows included. Those
+            at padding positions mean nothing.
+
+        Raises:
+            TypeError: an argument is not a tensor of the dtype above.
+            ValueError: a shape does not fit, the sequence is too long, or a value on the CPU is out of range.
+        """
+        _check_ids("input_ids", input_ids, (None, None), 0, self.config.embedding_size)
+        batch, n = input_ids.shape
+        length = n
+        if token_positions is not None:
+            if cache is None or attention_mask is not None or cache_rows is not None:
+                raise ValueError("token_positions needs cache, and neither attention_mask nor cache_rows")
+            length = cache.length
+            _check_ids("token_positions", token_positions, (batch, n), -1, length)
+        if length > self.config.max_sequence_length:
+            raise ValueError(
+                f"input_ids: {length} tokens exceed max_sequence_length = {self.config.max_sequence_length}"
+            )
+        _check_cache(cache, cache_rows, batch, length)
+        if positions is not None:
+            _check_ids("positions", positions, (batch, None), 0, n)
+        key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
+        if token_positions is None:
+            rope = self.rope(torch.arange(n, device=input_ids.device))
+        else:
+            rope = self.rope(token_positions.clamp(min=0).unsqueeze(1))
+        x = self.embed(input_ids)
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            q, k, v = block.qkv(x, rope)
+            if cache is not None:
+                if token_positions is None:
+                    cache.write_rows(layer, k, v, cache_rows)
+                else:
+                    k, v = cache.write_block(layer, k, v, token_positions)
+            x = block.finish(x, attention(q, k, v, key_mask))
+        if positions is not None:
+            x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        # What transformers calls the type of logits differs between its versions.
+        return MaskedLMOutput(logits=cast(Any, self.head(x)))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether the values may be looked at: they are in host memory, and nobody is tracing."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_ids(name: str, x: Tensor, shape: tuple[int | None, ...], low: int, stop: int) -> None:
+    """Check an int64 tensor: its dtype, its shape (None stands for any size) and, on the CPU, its range."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        raise TypeError(f"{name} must be an int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() != len(shape) or any(
+        want not in (None, got) for want, got in zip(shape, x.shape, strict=True)
+    ):
+        expected = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape [{expected}], got {list(x.shape)}")
+    if _readable(x) and x.numel() and (x.min() < low or x.max() >= stop):
+        raise ValueError(f"{name} must lie in [{low}, {stop}), got values from {x.min()} to {x.max()}")
+
+
+def _key_mask(
+    batch: int, length: int, attention_mask: Tensor | None, lengths: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Bool `[B, 1, 1, L]`, True where a key is real; None if no key is hidden."""
+    if lengths is not None:
+        if attention_mask is not None:
+            raise ValueError("give either attention_mask or lengths, not both")
+        _check_ids("lengths", lengths, (batch,), 1, length + 1)
+        mask = torch.arange(length, device=lengths.device) < lengths[:, None]
+    elif attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point():
+            got = getattr(attention_mask, "dtype", type(attention_mask).__name__)
+            raise TypeError(f"attention_mask must be a bool or integer tensor, got {got}")
+        if attention_mask.shape != (batch, length):
+            raise ValueError(
+                f"attention_mask must have shape [{batch}, {length}], got {list(attention_mask.shape)}"
+            )
+        mask = attention_mask != 0
+    else:
+        return None
+    if _readable(mask):
+        if not mask.any(-1).all():
+            raise ValueError("attention_mask hides every key of a row")
+        if mask.all():
+            return None
+    return mask[:, None, None, :].to(device)
+
+
+def _check_cache(cache: KVCache | None, cache_rows: Tensor | None, batch: int, length: int) -> None:
+    if cache is None:
+        if cache_rows is not None:
+            raise ValueError("cache_rows needs cache")
+        return
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+    if cache_rows is not None:
+        _check_ids("cache_rows", cache_rows, (batch,), 0, cache.rows)
+    elif cache.rows != batch:
+        raise ValueError(f"cache has {cache.rows} rows, input_ids has {batch}")
+    if length > cache.length:
+        raise ValueError(f"cache holds {cache.length} positions, input_ids has {length}")
