@@ -19,6 +19,9 @@ OPS = (
     "topk_snapshot",
     "topk_kl",
     "depga_block",
+    "confidence_select",
+    "kv_block_write",
+    "block_attention",
 )
 BACKENDS = ("reference", "cpu", "cuda", "triton")
 # What "auto" tries, best first; any other device gets the reference.

@@ -4,23 +4,32 @@ Every op takes ``[n, V]`` or batched ``[B, n, V]`` input as torch tensors, NumPy
 ``__dlpack__``, and answers in kind. The rows of a batch never influence each other.
 """
 
+from dlmkern.ops.block_attention import BlockAttention, block_attention
 from dlmkern.ops.cap_select import CapSelection, cap_select
+from dlmkern.ops.confidence_select import ConfidenceSelection, confidence_select
 from dlmkern.ops.conflict_matrix import conflict_matrix
 from dlmkern.ops.depga_block import depga_block
 from dlmkern.ops.independent_set import independent_set
+from dlmkern.ops.kv_block_write import KVDrift, kv_block_write
 from dlmkern.ops.token_stats import TokenStats, kl_entropy, token_stats
 from dlmkern.ops.topk_kl import topk_kl
 from dlmkern.ops.topk_snapshot import TopKSnapshot, topk_snapshot
 
 __all__ = [
+    "BlockAttention",
     "CapSelection",
+    "ConfidenceSelection",
+    "KVDrift",
     "TokenStats",
     "TopKSnapshot",
+    "block_attention",
     "cap_select",
+    "confidence_select",
     "conflict_matrix",
     "depga_block",
     "independent_set",
     "kl_entropy",
+    "kv_block_write",
     "token_stats",
     "topk_kl",
     "topk_snapshot",

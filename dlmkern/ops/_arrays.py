@@ -33,16 +33,22 @@ def all_tensors(*arrays: Any) -> bool:
 
 
 def call(
-    op: Callable[..., T], arrays: dict[str, Any], numbers: dict[str, Any] | None = None, **options: Any
+    op: Callable[..., T],
+    arrays: dict[str, Any],
+    numbers: dict[str, Any] | None = None,
+    *,
+    written: dict[str, Any] | None = None,
+    **options: Any,
 ) -> T:
     """``op(**arrays, **numbers, **options)`` for arrays that are not tensors; the results are of the same
     kind.
 
-    `arrays` may be None or tuples of arrays. `numbers` may be arrays of that kind or plain numbers.
+    `arrays` may be None or tuples of arrays. `numbers` may be arrays of that kind or plain numbers. `written`
+    are arrays that the op writes in place: their memory is shared, or TypeError says why it cannot be.
     """
     first: tuple[str, Kind] | None = None
 
-    def convert(name: str, value: Any) -> Any:
+    def convert(name: str, value: Any, shared: bool = False) -> Any:
         nonlocal first
         if value is None:
             return None
@@ -56,9 +62,11 @@ def call(
             raise TypeError(
                 f"{name}: expected the same kind of array as {first[0]} ({first[1].name}), got {kind.name}"
             )
-        return to_tensor(name, value)
+        return to_tensor(name, value, shared)
 
     arguments = {name: convert(name, value) for name, value in arrays.items()}
+    for name, value in (written or {}).items():
+        arguments[name] = convert(name, value, shared=True)
     for name, value in (numbers or {}).items():
         arguments[name] = convert(name, value) if is_array(value) else value
     if first is None:
@@ -89,23 +97,30 @@ def kind_of(name: str, x: Any) -> Kind:
     return Kind(library.__name__, library.from_dlpack)
 
 
-def to_tensor(name: str, x: Any) -> Tensor:
+def to_tensor(name: str, x: Any, shared: bool = False) -> Tensor:
+    """`x` as a tensor; with `shared`, writing to the tensor writes to `x`."""
     if isinstance(x, Tensor):
         return x
     try:
-        return _from_numpy(x) if isinstance(x, np.ndarray) else _dlpack.to_tensor(x)
+        return _from_numpy(x, shared) if isinstance(x, np.ndarray) else _dlpack.to_tensor(x, shared)
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         what = f"{type(x).__name__} of dtype {getattr(x, 'dtype', 'unknown')}"
-        raise TypeError(f"{name}: {what} cannot be made a tensor: {error}") from error
+        aim = "written in place" if shared else "made a tensor"
+        raise TypeError(f"{name}: {what} cannot be {aim}: {error}") from error
 
 
-def _from_numpy(x: np.ndarray[Any, Any]) -> Tensor:
+def _from_numpy(x: np.ndarray[Any, Any], shared: bool) -> Tensor:
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError("its mask would be lost")
+    if shared and not x.flags.writeable:
+        raise ValueError("it is read-only")
+    own = x
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))
     if not x.flags.aligned or any(stride < 0 or stride % max(x.itemsize, 1) for stride in x.strides):
         x = x.copy()
+    if shared and x is not own:
+        raise ValueError("a tensor has the machine's byte order, aligned elements and no negative strides")
     if not x.flags.writeable:
         x = np.asarray(_Writeable(x))
     if x.dtype.name == "bfloat16":  # of ml_dtypes

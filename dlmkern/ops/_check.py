@@ -57,6 +57,13 @@ def same_device(name: str, x: Tensor, leader_name: str, leader: Tensor) -> None:
         raise ValueError(f"{name}: expected device {leader.device} like {leader_name}, got {x.device}")
 
 
+def writable(name: str, x: Tensor) -> None:
+    """Refuses a tensor with two elements in one place, such as an expanded one."""
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if stride == 0 and size > 1 and x.numel():
+            raise ValueError(f"{name}: expected a place of its own for every element, got a stride of 0")
+
+
 def banned_token(value: object, vocabulary: int) -> int:
     """The banned token as the torch ops take it: -1 for none."""
     if value is None:
@@ -112,11 +119,16 @@ def per_row(name: str, value: object, batch: int, dtype: torch.dtype, device: to
     return torch.full((batch,), as_float(name, value), dtype=dtype, device=device)
 
 
+def on_host(x: Tensor) -> bool:
+    """Whether the values can be read without waiting for a device."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
+
+
 def host_values(value: Number, batch: int) -> list[float]:
     """What per_row takes, one number a row, if it can be read without waiting for a device, else nothing."""
     if not isinstance(value, Tensor):
         return [value] * max(batch, 1)
-    if torch.compiler.is_compiling() or type(value) is not Tensor or value.device.type != "cpu":
+    if not on_host(value):
         return []
     return value.tolist() if value.ndim else [value.item()] * max(batch, 1)
 
@@ -126,6 +138,14 @@ def in_range(name: str, values: list[float], low: float, high: float, expected: 
     for number in values:
         if not low <= number <= high:
             raise ValueError(f"{name}: expected {expected}, got {number}")
+
+
+def elements_in_range(name: str, x: Tensor, low: int, high: int) -> None:
+    """Refuses an integer tensor on the host with an element outside [low, high]."""
+    if on_host(x) and x.numel():
+        for number in x.aminmax():
+            if not low <= number.item() <= high:
+                raise ValueError(f"{name}: expected values in [{low}, {high}], got {number.item()}")
 
 
 def in_order(low_name: str, lows: list[float], high_name: str, highs: list[float]) -> None:

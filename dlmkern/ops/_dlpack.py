@@ -42,20 +42,32 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.argtypes, _pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
 
 
-def to_tensor(array: Any) -> Tensor:
-    """``torch.from_dlpack(array)``, or ValueError if a stride is negative."""
-    return from_dlpack(_Checked(array))
+_READ_ONLY, _COPIED = 1, 2  # flags
+
+
+def to_tensor(array: Any, shared: bool = False) -> Tensor:
+    """``torch.from_dlpack(array)``, or ValueError if a stride is negative.
+
+    With `shared`, also ValueError unless the array says that its own memory is handed out and may be written.
+    """
+    return from_dlpack(_Checked(array, shared))
 
 
 class _Checked:
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Any, shared: bool) -> None:
         self.array = array
+        self.shared = shared
 
     def __dlpack__(self, **arguments: Any) -> Any:
         capsule = self.array.__dlpack__(**arguments)
         if _is_valid(capsule, b"dltensor_versioned"):
             address = _pointer(capsule, b"dltensor_versioned")
-            tensor = _DLManagedTensorVersioned.from_address(address).tensor
+            managed = _DLManagedTensorVersioned.from_address(address)
+            tensor = managed.tensor
+            if self.shared and managed.flags & (_READ_ONLY | _COPIED):
+                raise ValueError("it is a copy" if managed.flags & _COPIED else "it is read-only")
+        elif _is_valid(capsule, b"dltensor") and self.shared:
+            raise ValueError("its __dlpack__ is of a version that cannot say whether it may be written")
         elif _is_valid(capsule, b"dltensor"):
             tensor = _DLTensor.from_address(
                 _pointer(capsule, b"dltensor")
