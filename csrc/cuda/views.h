@@ -10,14 +10,14 @@
 
 namespace dlmkern {
 
-// Up to three dimensions with strides in elements; data is null for an argument that was left out.
+// Up to four dimensions with strides in elements; data is null for an argument that was left out.
 template <class T>
 struct Tensor {
   T* data;
   int64_t stride[4];
 
-  __device__ T* address(int64_t i, int64_t j = 0, int64_t k = 0) const {
-    return data + (i * stride[0] + j * stride[1] + k * stride[2]);
+  __device__ T* address(int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) const {
+    return data + (i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3]);
   }
   __device__ T& operator()(int64_t i, int64_t j = 0, int64_t k = 0) const { return *address(i, j, k); }
   __device__ explicit operator bool() const { return data != nullptr; }
