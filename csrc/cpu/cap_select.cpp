@@ -3,21 +3,13 @@
 #include <limits>
 #include <vector>
 
+#include "candidate.h"
 #include "check.h"
 #include "parallel.h"
 #include "tensor.h"
 
 namespace dlmkern {
 namespace {
-
-struct Candidate {
-  double confidence;
-  int64_t index;
-};
-
-bool goes_first(const Candidate& a, const Candidate& b) {
-  return a.confidence > b.confidence || (a.confidence == b.confidence && a.index < b.index);
-}
 
 struct Arguments {
   const dlmkern_view &input, &token;
@@ -65,7 +57,7 @@ void select_sequence(const Arguments& a, int64_t b, Candidate* candidates, int64
     if (a.confidence != nullptr) write_float(*a.confidence, c, b, i);
     write_bool(a.selected, false, b, i);
     if (std::isnan(c) || (a.mask != nullptr && !read_bool(*a.mask, b, i))) continue;
-    if (best.index < 0 || c > best.confidence) best = {c, i};
+    if (best.index < 0 || c > best.priority) best = {c, i};
     if (!(c >= tau_low)) continue;
     if (c >= tau_high && !a.strict) {
       in[count++] = i;

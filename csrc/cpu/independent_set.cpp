@@ -2,21 +2,13 @@
 #include <cmath>
 #include <vector>
 
+#include "candidate.h"
 #include "check.h"
 #include "parallel.h"
 #include "tensor.h"
 
 namespace dlmkern {
 namespace {
-
-struct Candidate {
-  double priority;
-  int64_t index;
-};
-
-bool goes_first(const Candidate& a, const Candidate& b) {
-  return a.priority > b.priority || (a.priority == b.priority && a.index < b.index);
-}
 
 // True if the candidate's row of the conflict matrix meets the selection; `in` holds 0 or 0xff for each
 // position.

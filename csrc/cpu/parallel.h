@@ -20,4 +20,12 @@ inline int64_t thread_count() {
 #endif
 }
 
+inline int64_t thread_index() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
 }  // namespace dlmkern

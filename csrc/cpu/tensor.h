@@ -23,10 +23,11 @@ T load(const T* address) {
 }
 
 template <class T>
-T* address_of(const dlmkern_view& view, int64_t i, int64_t j = 0, int64_t k = 0) {
+T* address_of(const dlmkern_view& view, int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) {
   int64_t offset = i * view.stride[0];
   if (view.ndim > 1) offset += j * view.stride[1];
   if (view.ndim > 2) offset += k * view.stride[2];
+  if (view.ndim > 3) offset += l * view.stride[3];
   return static_cast<T*>(view.data) + offset;
 }
 

@@ -23,7 +23,7 @@ struct View {
 
 // Fails with a Python error set.
 bool read_sizes(PyObject* sizes, int64_t* out, int32_t* count) {
-  if (!PyTuple_Check(sizes) || PyTuple_GET_SIZE(sizes) > 3) return false;
+  if (!PyTuple_Check(sizes) || PyTuple_GET_SIZE(sizes) > 4) return false;
   *count = static_cast<int32_t>(PyTuple_GET_SIZE(sizes));
   for (int32_t axis = 0; axis < *count; ++axis) {
     out[axis] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, axis));
@@ -102,6 +102,19 @@ void bind(py::module_& m, const char* name, Function function) {
   });
 }
 
+// The same with stream at the end.
+template <class... Args, class Function>
+void bind_on_stream(py::module_& m, const char* name, Function function) {
+  m.def(name, [function, name](Args... arguments, std::uintptr_t stream) {
+    int code;
+    {
+      const py::gil_scoped_release unlocked;
+      code = function(pass(arguments)..., as_pointer(stream));
+    }
+    if (code != DLMKERN_OK) raise_error(name, code);
+  });
+}
+
 // The same with workspace_ptr, workspace_bytes and stream at the end.
 template <class... Args, class Function>
 void bind_cuda(py::module_& m, const char* name, Function function) {
@@ -135,6 +148,8 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   bind<V, int64_t, V, V, V>(m, "cpu_topk_snapshot", dlmkern_cpu_topk_snapshot);
   bind<V, V, V, V, V, V>(m, "cpu_topk_kl", dlmkern_cpu_topk_kl);
   bind<V, V, V, V, V, V, int, V>(m, "cpu_depga_block", dlmkern_cpu_depga_block);
+  bind<V, V, V, int, V>(m, "cpu_confidence_select", dlmkern_cpu_confidence_select);
+  bind<V, V, V, V, V, V, V, V>(m, "cpu_kv_block_write", dlmkern_cpu_kv_block_write);
 
   m.def("cuda_token_stats_workspace", &dlmkern_cuda_token_stats_workspace);
   m.def("cuda_conflict_matrix_workspace", &dlmkern_cuda_conflict_matrix_workspace);
@@ -142,20 +157,14 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   m.def("cuda_cap_select_workspace", &dlmkern_cuda_cap_select_workspace);
   m.def("cuda_topk_snapshot_workspace", &dlmkern_cuda_topk_snapshot_workspace);
   m.def("cuda_depga_block_workspace", &dlmkern_cuda_depga_block_workspace);
+  m.def("cuda_confidence_select_workspace", &dlmkern_cuda_confidence_select_workspace);
   bind_cuda<V, V, V, int64_t, V, V, V, V, V>(m, "cuda_token_stats", dlmkern_cuda_token_stats);
   bind_cuda<V, V, V, V>(m, "cuda_conflict_matrix", dlmkern_cuda_conflict_matrix);
   bind_cuda<V, V, V, V, V>(m, "cuda_independent_set", dlmkern_cuda_independent_set);
   bind_cuda<V, V, V, V, V, V, V, int, V, V>(m, "cuda_cap_select", dlmkern_cuda_cap_select);
   bind_cuda<V, int64_t, V, V, V>(m, "cuda_topk_snapshot", dlmkern_cuda_topk_snapshot);
   bind_cuda<V, V, V, V, V, V, int, V>(m, "cuda_depga_block", dlmkern_cuda_depga_block);
-  m.def("cuda_topk_kl",
-        [](V ids, V logp, V prev_ids, V prev_logp, V prev_floor, V kl, std::uintptr_t stream) {
-          int code;
-          {
-            const py::gil_scoped_release unlocked;
-            code = dlmkern_cuda_topk_kl(ids.get(), logp.get(), prev_ids.get(), prev_logp.get(),
-                                        prev_floor.get(), kl.get(), as_pointer(stream));
-          }
-          if (code != DLMKERN_OK) raise_error("cuda_topk_kl", code);
-        });
+  bind_cuda<V, V, V, int, V>(m, "cuda_confidence_select", dlmkern_cuda_confidence_select);
+  bind_on_stream<V, V, V, V, V, V>(m, "cuda_topk_kl", dlmkern_cuda_topk_kl);
+  bind_on_stream<V, V, V, V, V, V, V, V>(m, "cuda_kv_block_write", dlmkern_cuda_kv_block_write);
 }

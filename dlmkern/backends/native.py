@@ -199,6 +199,51 @@ class Kernels:
         )
         return length
 
+    def confidence_select(
+        self, confidence: Tensor, mask: Tensor | None, parameter: Tensor, rule: int
+    ) -> Tensor:
+        selected = torch.empty(confidence.shape, dtype=torch.bool, device=confidence.device)
+        self.call(
+            "confidence_select",
+            confidence,
+            tuple(confidence.shape),
+            view(confidence),
+            optional_view(mask),
+            view(parameter),
+            rule,
+            view(selected),
+        )
+        return selected
+
+    def kv_block_write(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        drift: bool,
+    ) -> Tensor:
+        moved = torch.empty(
+            (4, *positions.shape) if drift else 0, dtype=torch.float32, device=positions.device
+        )
+        self.call(
+            "kv_block_write",
+            k_cache,
+            None,
+            view(k_cache),
+            view(v_cache),
+            view(k),
+            view(v),
+            view(positions),
+            optional_view(cos),
+            optional_view(sin),
+            view(moved) if drift else None,
+        )
+        return moved
+
 
 class CudaKernels(Kernels):
     def call(self, op: str, tensor: Tensor, sizes: tuple[int, ...] | None, *args: Any) -> None:

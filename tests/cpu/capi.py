@@ -29,8 +29,8 @@ class View(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
         ("ndim", ctypes.c_int32),
-        ("shape", ctypes.c_int64 * 3),
-        ("stride", ctypes.c_int64 * 3),
+        ("shape", ctypes.c_int64 * 4),
+        ("stride", ctypes.c_int64 * 4),
     )
 
 
@@ -45,9 +45,9 @@ def view(array: Array, **changes: Any) -> View:
         "stride": strides,
         **changes,
     }
-    triple = ctypes.c_int64 * 3
+    sizes = ctypes.c_int64 * 4
     return View(
-        fields["data"], fields["dtype"], fields["ndim"], triple(*fields["shape"]), triple(*fields["stride"])
+        fields["data"], fields["dtype"], fields["ndim"], sizes(*fields["shape"]), sizes(*fields["stride"])
     )
 
 

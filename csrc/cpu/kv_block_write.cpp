@@ -1,0 +1,179 @@
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "check.h"
+#include "parallel.h"
+#include "tensor.h"
+
+namespace dlmkern {
+namespace {
+
+// A row's numbers one after the other: where they are, or else copied to `buffer`.
+template <class T>
+const T* consecutive(const T* row, int64_t stride, int64_t size, T* buffer) {
+  if (stride == 1) return row;
+  for (int64_t j = 0; j < size; ++j) buffer[j] = load(row + j * stride);
+  return buffer;
+}
+
+template <class T>
+void write_row(T* row, int64_t stride, int64_t size, const T* values) {
+  if (stride == 1) {
+    std::memcpy(row, values, static_cast<size_t>(size) * sizeof(T));
+  } else {
+    for (int64_t j = 0; j < size; ++j) store(row + j * stride, load(values + j));
+  }
+}
+
+// Row p of a rotary table as Real.
+template <class Real>
+const Real* table_row(const dlmkern_view& table, int64_t p, Real* buffer) {
+  const int64_t size = table.shape[1];
+  if (table.dtype == DtypeOf<Real>::value) {
+    return consecutive(address_of<Real>(table, p), table.stride[1], size, buffer);
+  }
+  for (int64_t j = 0; j < size; ++j) buffer[j] = static_cast<Real>(read_float(table, p, j));
+  return buffer;
+}
+
+template <class T, class Real>
+T rounded(Real value) {
+  if constexpr (std::is_same_v<T, double>) return value;
+  return round_to<T>(static_cast<float>(value));
+}
+
+// Turns a key: element j pairs with j + size / 2.
+template <class T, class Real>
+void rotate(const T* x, const Real* cos, const Real* sin, int64_t size, T* y) {
+  const int64_t half = size / 2;
+  for (int64_t j = 0; j < half; ++j) {
+    const Real first = static_cast<Real>(to_double(load(x + j)));
+    const Real second = static_cast<Real>(to_double(load(x + half + j)));
+    y[j] = rounded<T>(first * load(cos + j) - second * load(sin + j));
+    y[half + j] = rounded<T>(second * load(cos + half + j) + first * load(sin + half + j));
+  }
+}
+
+// The sums that drift is made of, over the numbers of one position; in lanes, so that they become vectors.
+struct Moments {
+  static constexpr int kLanes = 4;
+  double before[kLanes] = {}, after[kLanes] = {}, both[kLanes] = {}, moved[kLanes] = {};
+
+  template <class T>
+  void add(const T* old_row, const T* new_row, int64_t size) {
+    for (int64_t j = 0; j < size; j += kLanes) {
+      const int64_t lanes = std::min<int64_t>(kLanes, size - j);
+      for (int lane = 0; lane < lanes; ++lane) {
+        const double x = to_double(load(old_row + j + lane)), y = to_double(load(new_row + j + lane));
+        before[lane] += x * x;
+        after[lane] += y * y;
+        both[lane] += x * y;
+        moved[lane] += (y - x) * (y - x);
+      }
+    }
+  }
+
+  static double sum(const double* x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+  double cosine() const { return sum(both) / (std::sqrt(sum(before)) * std::sqrt(sum(after))); }
+  double distance() const { return std::sqrt(sum(moved)) / std::sqrt(sum(before)); }
+};
+
+struct Arguments {
+  const dlmkern_view &k_cache, &v_cache, &k, &v, &positions;
+  const dlmkern_view *cos, *sin, *drift;
+};
+
+// Working memory of a thread, for rows that do not lie consecutively and for turned keys.
+template <class T, class Real>
+struct Buffers {
+  T *old_row, *given, *turned;
+  Real *cos, *sin;
+};
+
+template <class T, class Real>
+void write_position(const Arguments& a, int64_t b, int64_t i, const Buffers<T, Real>& buffers) {
+  const int64_t H = a.k.shape[1], d = a.k.shape[3], p = read_int64(a.positions, b, i);
+  if (p < 0 || p >= a.k_cache.shape[2]) {
+    if (a.drift == nullptr) return;
+    for (int64_t part = 0; part < 4; ++part) {
+      write_float(*a.drift, std::numeric_limits<double>::quiet_NaN(), part, b, i);
+    }
+    return;
+  }
+  const Real* cos = a.cos == nullptr ? nullptr : table_row(*a.cos, p, buffers.cos);
+  const Real* sin = a.sin == nullptr ? nullptr : table_row(*a.sin, p, buffers.sin);
+  const auto write = [&](const dlmkern_view& cache, const dlmkern_view& source, bool turn, int64_t part) {
+    Moments moments;
+    for (int64_t h = 0; h < H; ++h) {
+      T* const place = address_of<T>(cache, b, h, p);
+      const T* row = consecutive(address_of<T>(source, b, h, i), source.stride[3], d, buffers.given);
+      if (turn) {
+        rotate(row, cos, sin, d, buffers.turned);
+        row = buffers.turned;
+      }
+      if (a.drift != nullptr) moments.add(consecutive(place, cache.stride[3], d, buffers.old_row), row, d);
+      write_row(place, cache.stride[3], d, row);
+    }
+    if (a.drift == nullptr) return;
+    write_float(*a.drift, moments.cosine(), part, b, i);
+    write_float(*a.drift, moments.distance(), part + 1, b, i);
+  };
+  write(a.k_cache, a.k, cos != nullptr, 0);
+  write(a.v_cache, a.v, false, 2);
+}
+
+template <class T, class Real>
+void run(const Arguments& a) {
+  const int64_t B = a.k.shape[0], H = a.k.shape[1], n = a.k.shape[2], d = a.k.shape[3];
+  const bool worth = B * n > 1 && B * H * n * d > kParallelWork;
+  const int64_t threads = worth ? thread_count() : 1;
+  std::vector<T> rows(static_cast<size_t>(threads * 3 * d));
+  std::vector<Real> tables(static_cast<size_t>(a.cos == nullptr ? 0 : threads * 2 * d));
+#pragma omp parallel for schedule(static) num_threads(threads) if (worth)
+  for (int64_t r = 0; r < B * n; ++r) {
+    T* const row = rows.data() + thread_index() * 3 * d;
+    Real* const table = tables.data() + thread_index() * 2 * d;
+    write_position<T, Real>(a, r / n, r % n, {row, row + d, row + 2 * d, table, table + d});
+  }
+}
+
+}  // namespace
+}  // namespace dlmkern
+
+using namespace dlmkern;
+
+extern "C" int dlmkern_cpu_kv_block_write(const dlmkern_view* k_cache, const dlmkern_view* v_cache,
+                                          const dlmkern_view* k, const dlmkern_view* v,
+                                          const dlmkern_view* positions, const dlmkern_view* cos,
+                                          const dlmkern_view* sin, const dlmkern_view* drift) {
+  DLMKERN_TRY(check_output(k_cache, kFloat, {kAnySize, kAnySize, kAnySize, kAnySize}));
+  const int64_t B = k_cache->shape[0], H = k_cache->shape[1], L = k_cache->shape[2], d = k_cache->shape[3];
+  const unsigned dtype = dtype_bit(k_cache->dtype);
+  DLMKERN_TRY(check_output(v_cache, dtype, {B, H, L, d}));
+  DLMKERN_TRY(check_input(positions, kInt64, {B, kAnySize}));
+  const int64_t n = positions->shape[1];
+  DLMKERN_TRY(check_input(k, dtype, {B, H, n, d}));
+  DLMKERN_TRY(check_input(v, dtype, {B, H, n, d}));
+  if ((cos == nullptr) != (sin == nullptr)) return DLMKERN_ERROR_NULL;
+  if (cos != nullptr) {
+    DLMKERN_TRY(check_input(cos, kReal, {kAnySize, d}));
+    DLMKERN_TRY(check_input(sin, dtype_bit(cos->dtype), {cos->shape[0], d}));
+    if (cos->shape[0] < L || d % 2 != 0) return DLMKERN_ERROR_SHAPE;
+  }
+  DLMKERN_TRY(check_optional_output(drift, kFloat32, {4, B, n}));
+  return guarded([&] {
+    const Arguments arguments{*k_cache, *v_cache, *k, *v, *positions, cos, sin, drift};
+    with_float_type(k_cache->dtype, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      if constexpr (std::is_same_v<T, double>) {
+        run<T, double>(arguments);
+      } else if (cos != nullptr && cos->dtype == DLMKERN_FLOAT64) {
+        run<T, double>(arguments);
+      } else {
+        run<T, float>(arguments);
+      }
+    });
+    return DLMKERN_OK;
+  });
+}
