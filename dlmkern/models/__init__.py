@@ -5,13 +5,22 @@ Importing this package registers them with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from dlmkern.models.dream import DreamConfig, DreamModel
 from dlmkern.models.llada import LLaDAConfig, LLaDAModelLM
-from dlmkern.models.load import load_model, load_tokenizer
+from dlmkern.models.load import MODELS, load_model, load_tokenizer
 from dlmkern.models.tiny import tiny
 
-__all__ = ["LLaDAConfig", "LLaDAModelLM", "load_model", "load_tokenizer", "tiny"]
+__all__ = [
+    "DreamConfig",
+    "DreamModel",
+    "LLaDAConfig",
+    "LLaDAModelLM",
+    "load_model",
+    "load_tokenizer",
+    "tiny",
+]
 
-AutoConfig.register(LLaDAConfig.model_type, LLaDAConfig)
-AutoModel.register(LLaDAConfig, LLaDAModelLM)
-AutoModelForCausalLM.register(LLaDAConfig, LLaDAModelLM)
-AutoModelForMaskedLM.register(LLaDAConfig, LLaDAModelLM)
+for _name, _model in MODELS.items():
+    AutoConfig.register(_name, _model.config_class)
+    for _auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
+        _auto.register(_model.config_class, _model)

@@ -43,6 +43,12 @@ class KVCache:
     def length(self) -> int:
         return self.storage.shape[4]
 
+    @property
+    def kind(self) -> tuple[int, int, int, torch.dtype, torch.device]:
+        """Layers, heads, head_dim, dtype and device: what all caches of a model have in common."""
+        layers, _, _, heads, _, head_dim = self.storage.shape
+        return layers, heads, head_dim, self.storage.dtype, self.storage.device
+
     def narrow(self, rows: int, length: int) -> KVCache:
         """The same buffer, as one of its first `rows` rows and `length` positions."""
         if (rows, length) == (self.rows, self.length):
@@ -51,7 +57,7 @@ class KVCache:
 
     def keep(self, rows: Sequence[int]) -> KVCache:
         """Move these rows, which are in order, to the front of the buffer; the others are lost."""
-        index = torch.tensor(rows, device=self.storage.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.storage.device)
         for layer in self.storage:
             for part in layer:
                 part[: len(rows)] = part[index]

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 
-from dlmkern.models.llada import LLaDAConfig, LLaDAModelLM
+from dlmkern.models.dream import DreamModel
+from dlmkern.models.llada import LLaDAModelLM
+from dlmkern.models.masked_lm import MaskedLM
 
-MODELS = {"llada": LLaDAModelLM}
+MODELS: dict[str, type[MaskedLM]] = {"llada": LLaDAModelLM, "Dream": DreamModel}
+
+# Tokenizers whose official code comes with the checkpoint, and the class of transformers that does the same.
+_TOKENIZERS = {"DreamTokenizer": Qwen2Tokenizer}
 
 _DTYPES = {
     "float32": torch.float32,
@@ -26,7 +31,7 @@ _STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 
 def load_model(
     folder: str | Path, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
-) -> PreTrainedModel:
+) -> MaskedLM:
     """Load a model for inference.
 
     Nothing is guessed: every tensor of the model must be in the files, under its name and in its shape, and
@@ -71,17 +76,24 @@ def load_model(
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint folder, or None if the folder holds none.
+    """The tokenizer of a checkpoint folder, or None if the folder holds none. Code in the folder is not run.
 
     Raises:
         FileNotFoundError: the folder does not exist.
+        ValueError: `tokenizer_config.json` is damaged, or names a class that only code in the folder has.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no such model folder: {folder}")
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+    config = folder / "tokenizer_config.json"
+    if not (config.exists() or (folder / "tokenizer.json").exists()):
         return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer_class = _read_json(config).get("tokenizer_class") if config.exists() else None
+    reader = _TOKENIZERS.get(str(tokenizer_class), AutoTokenizer)
+    tokenizer: PreTrainedTokenizerBase = reader.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    return tokenizer
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -109,7 +121,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _config(folder: Path) -> tuple[type[LLaDAModelLM], LLaDAConfig]:
+def _config(folder: Path) -> tuple[type[MaskedLM], PretrainedConfig]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
@@ -120,8 +132,10 @@ def _config(folder: Path) -> tuple[type[LLaDAModelLM], LLaDAConfig]:
     if fields.get("mask_token_id") is None:
         raise ValueError(f"{path}: field mask_token_id is missing")
     model_class = MODELS[model_type]
+    config_class = model_class.config_class
+    assert config_class is not None
     try:
-        return model_class, model_class.config_class.from_dict(fields)
+        return model_class, config_class.from_dict(fields)
     except Exception as error:  # transformers checks its own fields with errors of many types
         raise ValueError(f"{path}: {error}") from error
 

@@ -115,16 +115,19 @@ class MaskedLM(PreTrainedModel):
         _check_ids("input_ids", input_ids, (None, None), 0, self.config.embedding_size)
         batch, n = input_ids.shape
         length = n
+        if cache is not None:
+            _check_kind(cache, self.new_cache(0, 0))
         if token_positions is not None:
             if cache is None or attention_mask is not None or cache_rows is not None:
                 raise ValueError("token_positions needs cache, and neither attention_mask nor cache_rows")
             length = cache.length
             _check_ids("token_positions", token_positions, (batch, n), -1, length)
         if length > self.config.max_sequence_length:
+            name = "input_ids" if token_positions is None else "cache"
             raise ValueError(
-                f"input_ids: {length} tokens exceed max_sequence_length = {self.config.max_sequence_length}"
+                f"{name}: {length} tokens exceed max_sequence_length = {self.config.max_sequence_length}"
             )
-        _check_cache(cache, cache_rows, batch, length)
+        _check_cache_size(cache, cache_rows, batch, length)
         if positions is not None:
             _check_ids("positions", positions, (batch, None), 0, n)
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
@@ -206,13 +209,21 @@ def _key_mask(
     return mask[:, None, None, :].to(device)
 
 
-def _check_cache(cache: KVCache | None, cache_rows: Tensor | None, batch: int, length: int) -> None:
+def _check_kind(cache: KVCache, expected: KVCache) -> None:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+    if cache.kind != expected.kind:
+        raise ValueError(
+            "cache must be from this model's new_cache, with (layers, heads, head_dim, dtype, device) = "
+            f"{expected.kind}, got {cache.kind}"
+        )
+
+
+def _check_cache_size(cache: KVCache | None, cache_rows: Tensor | None, batch: int, length: int) -> None:
     if cache is None:
         if cache_rows is not None:
             raise ValueError("cache_rows needs cache")
         return
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
     if cache_rows is not None:
         _check_ids("cache_rows", cache_rows, (batch,), 0, cache.rows)
     elif cache.rows != batch:
