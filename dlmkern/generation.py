@@ -106,6 +106,8 @@ def generate(
     eos_token_id: int | None = None,
     vocab_size: int | None = None,
     *,
+    top_p: float | None = None,
+    top_k: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     chat_template: bool = False,
 ) -> GenerationOutput:
@@ -121,11 +123,12 @@ def generate(
         input_ids: int64 `[B, P]`, or a list of token lists (or int64 `[P]` tensors) of any lengths. Or text,
             one string or a list of them. A prompt may be empty if the model accepts that; it must not contain
             the mask.
-        decoder: "vanilla", "threshold" or "depcap", with its default settings, or a `Decoder`.
+        decoder: "vanilla", "threshold", "factor", "dream" or "depcap", with its default settings, or a
+            `Decoder`.
         gen_length: tokens to generate for each prompt.
         temperature: 0 commits the likeliest token; above, one drawn from `softmax(logits / temperature)`.
             Confidence is the token's probability at temperature 1 in any case, so thresholds keep their
-            meaning.
+            meaning; `DreamSchedule` alone goes by the distribution that it draws from.
         seed: of the random numbers, for all rows or one a row; they also depend on the position and the
             forward pass, and on nothing else. Rows with the same prompt and seed get the same answer. None:
             each row draws a seed from torch's global generator.
@@ -134,6 +137,8 @@ def generate(
         mask_token_id, eos_token_id, vocab_size: default to those of `model.config`. A bare callable needs the
             first, and the second for `stop_at_eos`. Token ids from `vocab_size` on are never generated; None:
             all ids of the logits are.
+        top_p, top_k: draw from the smallest set of the likeliest tokens with more than `top_p` of the
+            probability, in (0, 1], or from the `top_k` likeliest, or both. None: from all.
         tokenizer: for text.
         chat_template: wrap each text as a user's turn by the tokenizer's chat template.
 
@@ -157,6 +162,8 @@ def generate(
         mask_token_id,
         eos_token_id,
         vocab_size,
+        top_p=top_p,
+        top_k=top_k,
         tokenizer=tokenizer,
         chat_template=chat_template,
     ).result()
@@ -174,6 +181,8 @@ def generate_stream(
     eos_token_id: int | None = None,
     vocab_size: int | None = None,
     *,
+    top_p: float | None = None,
+    top_k: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     chat_template: bool = False,
 ) -> GenerationStream:
@@ -190,6 +199,13 @@ def generate_stream(
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
     if not 0 <= temperature <= sys.float_info.max:
         raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}")
+    if top_p is not None:
+        if isinstance(top_p, bool) or not isinstance(top_p, (int, float)):
+            raise TypeError(f"top_p must be a number, got {type(top_p).__name__}")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if top_k is not None:
+        _check_int("top_k", top_k, 1, 2**31)
     config = getattr(model, "config", None)
     mask_token_id = _token_id("mask_token_id", mask_token_id, config)
     eos_token_id = _token_id("eos_token_id", eos_token_id, config) if stop_at_eos else None
@@ -213,9 +229,20 @@ def generate_stream(
             )
     decoder.unmask.check(gen_length, decoder.blocks.count(gen_length))
     seeds = _seeds(seed, len(prompts))
-    plan = Plan(decoder, gen_length, mask_token_id, vocab_size, eos_token_id, float(temperature))
+    forward = Forward(model, mask_token_id, vocab_size, decoder)
+    plan = Plan(
+        decoder,
+        gen_length,
+        mask_token_id,
+        vocab_size,
+        eos_token_id,
+        float(temperature),
+        None if top_p == 1 else top_p,
+        top_k,
+        first_alone=forward.caches and forward.shifted and decoder.compat == "official",
+    )
     state = initial_state(prompts, gen_length, mask_token_id, seeds, _device(model, input_ids))
-    return GenerationStream(Loop(Forward(model, mask_token_id, vocab_size, decoder.cfg_scale), plan, state))
+    return GenerationStream(Loop(forward, plan, state))
 
 
 def _output(loop: Loop) -> GenerationOutput:

@@ -27,3 +27,8 @@ def number(name: str, value: object) -> None:
 def finite_number_from_zero(name: str, value: object) -> None:
     if not is_number(value) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+
+
+def compat(value: object) -> None:
+    if value not in (None, "official"):
+        raise ValueError(f'compat must be None or "official", got {value!r}')

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dlmkern.decoders import _check
 from dlmkern.decoders.blocks import BlockSchedule
+from dlmkern.decoders.cache import Cache, NoCache, find_cache
 from dlmkern.decoders.unmask import UnmaskingRule
 
 
@@ -15,16 +16,18 @@ class Decoder:
 
     Args:
         blocks: where blocks end: `FixedBlocks`, `WholeSequence` or `DepGABlocks`.
-        unmask: what a step commits: `OnePerStep`, `Threshold` or `CAP`.
+        unmask: what a step commits: `OnePerStep`, `Threshold`, `Factor`, `CAP` or `DreamSchedule`.
         revise: how committed tokens are taken back. None, the only choice so far: never.
-        cache: which keys and values are reused. None, the only choice so far: every forward pass computes
-            all.
+        cache: which keys and values are reused: `NoCache`, `PrefixCache` or `DualCache`, or None, "prefix" or
+            "dual" for these with their default settings. The last two need a model of `dlmkern.models`.
         cfg_scale: unsupervised classifier-free guidance (LLaDA, arXiv:2502.09992, appendix A.2): the logits
             become `u + (cfg_scale + 1) * (c - u)`, `c` with the prompt shown and `u` with it masked. Both are
             computed in one forward pass of twice the rows, which counts once. 0: none.
-        compat: None, or "official" to normalise probabilities as the official code of LLaDA, Fast-dLLM and
-            DepCap does, over the mask token and the padded vocabulary rows too. These are never committed
-            either way.
+        compat: None, or "official" to do as the official code of LLaDA, Dream, Fast-dLLM and DepCap does
+            where that is harmless. Probabilities are normalised over the mask token and the padded vocabulary
+            rows too, though these are never committed. With a cache and a model whose logits are shifted
+            (Dream), the pass that opens a block commits the block's first token, whatever its confidence, and
+            nothing else, and later passes do not compute the position before the block.
 
     Raises:
         ValueError: a choice is not one of the above.
@@ -33,7 +36,7 @@ class Decoder:
     blocks: BlockSchedule
     unmask: UnmaskingRule
     revise: None = None
-    cache: None = None
+    cache: Cache = field(default_factory=NoCache)
     cfg_scale: float = 0.0
     compat: str | None = None
 
@@ -42,9 +45,8 @@ class Decoder:
             choice = getattr(self, name)
             if isinstance(choice, type) or not hasattr(choice, method):
                 raise ValueError(f"{name} must be an object with a method {method}(), got {choice!r}")
-        for name in ("revise", "cache"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} must be None, got {getattr(self, name)!r}")
+        if self.revise is not None:
+            raise ValueError(f"revise must be None, got {self.revise!r}")
+        object.__setattr__(self, "cache", find_cache(self.cache))
         _check.finite_number_from_zero("cfg_scale", self.cfg_scale)
-        if self.compat not in (None, "official"):
-            raise ValueError(f'compat must be None or "official", got {self.compat!r}')
+        _check.compat(self.compat)

@@ -4,74 +4,166 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from dlmkern.decoders.cache import DualCache, NoCache
+from dlmkern.decoders.decoder import Decoder
+from dlmkern.decoders.state import State
+
+if TYPE_CHECKING:
+    from dlmkern.models.kv_cache import KVCache
 
 Model = Callable[..., Any]
 
 
 class Forward:
-    """Runs a model on rows of different lengths.
+    """Runs a model on rows of different lengths, as a decoder wants it run.
 
     A model whose forward takes `lengths` and `positions`, as those of `dlmkern.models` do, gets all rows in
     one call and computes no other logits than those wanted. Any other callable `ids [B, L] -> logits [B, L,
     V]` (a tensor, or an object with the attribute `logits`) cannot be told about padding: rows of the same
-    length share a call.
+    length share a call. If the model has a true attribute `shifted_logits`, its output at a position predicts
+    the token after it.
 
     Args:
         model: the model.
         mask_token_id: the mask, for guidance.
         vocab_size: the least number of logits that the model must return, or None.
-        cfg_scale: see `Decoder`.
+        decoder: its guidance, cache and `compat` matter.
+
+    Raises:
+        ValueError: the decoder has a cache, and the model cannot fill one.
     """
 
-    def __init__(self, model: Model, mask_token_id: int, vocab_size: int | None, cfg_scale: float) -> None:
+    def __init__(self, model: Model, mask_token_id: int, vocab_size: int | None, decoder: Decoder) -> None:
         self.model = model
         self.mask_token_id = mask_token_id
         self.vocab_size = vocab_size
-        self.cfg_scale = cfg_scale
+        self.cfg_scale = decoder.cfg_scale
+        self.dual = isinstance(decoder.cache, DualCache)
+        self.caches = not isinstance(decoder.cache, NoCache)
+        if self.caches and not hasattr(model, "new_cache"):
+            raise ValueError(
+                f"cache: {decoder.cache!r} needs a model of dlmkern.models, got {type(model).__name__}"
+            )
+        self.cache: KVCache | None = None
         self.takes_windows = _takes_windows(model)
+        self.shifted = _is_shifted(model)
+        # The logits of a block's first position come from the position before it.
+        self.left = int(self.shifted and decoder.compat != "official")
 
-    def __call__(
+    def whole(
         self,
-        ids: Tensor,
+        state: State,
         positions: Tensor,
-        prompt_length: Tensor,
-        end: Tensor,
         starts: Sequence[int],
         lengths: Sequence[int],
+        rows: Tensor | None,
     ) -> Tensor:
-        """Logits `[B, W, V]` at `positions`.
+        """Compute whole rows, and fill the cache with them if there is one.
 
         Args:
-            ids: int64 `[B, L]`.
+            state: `B` rows.
             positions: int64 `[B, W]`, in each row `start, start + 1, ...`, then its last position repeated.
-            prompt_length, end: int64 `[B]`: where the prompts end, and the rows.
-            starts, lengths: `positions[:, 0]` and `end`, on the host.
+            starts, lengths: `positions[:, 0]` and `state.end`, on the host.
+            rows: int64 `[B]`, which of the cache's rows they are; None: all, in order.
+
+        Returns:
+            Logits `[B, W, V]` that predict the tokens at `positions`.
 
         Raises:
             TypeError, ValueError: what the model returned is not logits of the right shape.
         """
         # A copy that is contiguous, and with which the model may do what it wants.
-        ids = ids.clone(memory_format=torch.contiguous_format)
-        if self.cfg_scale == 0:
-            return self._windows(ids, positions, end, starts, lengths)
-        shown = torch.arange(ids.shape[1], device=ids.device) < prompt_length.unsqueeze(1)
-        both = torch.cat((ids, torch.where(shown, self.mask_token_id, ids)))
-        logits = self._windows(
-            both, positions.repeat(2, 1), end.repeat(2), [*starts, *starts], [*lengths, *lengths]
+        ids = state.ids[:, : max(lengths)].clone(memory_format=torch.contiguous_format)
+        if self.shifted:
+            positions, starts = (positions - 1).clamp(min=0), [start - 1 for start in starts]
+        end = state.end
+        if self.cfg_scale != 0:
+            ids, positions, end = self._with_prompt_masked(ids, state), positions.repeat(2, 1), end.repeat(2)
+            starts, lengths = [*starts, *starts], [*lengths, *lengths]
+        keywords: dict[str, Any] = {}
+        if self.caches:
+            if self.cache is None:
+                self.cache = self.model.new_cache(*ids.shape)  # type: ignore[attr-defined]
+            keywords = {"cache": self.cache, "cache_rows": self._cache_rows(rows)}
+        return self._guided(self._windows(ids, positions, end, starts, lengths, keywords))
+
+    def block(
+        self,
+        state: State,
+        positions: Tensor,
+        starts: Sequence[int],
+        block_lengths: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Tensor:
+        """Compute the blocks, or these and all that follows; the rest comes from the cache.
+
+        Arguments, results and errors are those of `whole`; these are all the rows of the cache.
+        """
+        assert self.cache is not None
+        start = state.block_start
+        stop = start + state.block_length if self.dual else state.end
+        stops = [a + n for a, n in zip(starts, block_lengths, strict=True)] if self.dual else lengths
+        first = (start - self.left).clamp(min=0)
+        n = max(b - max(a - self.left, 0) for a, b in zip(starts, stops, strict=True))
+        place = first.unsqueeze(1) + torch.arange(n, device=start.device)
+        place = torch.where(place < stop.unsqueeze(1), place, -1)
+        # What the window holds beyond a short block is not used.
+        columns = (positions - int(self.shifted) - first.unsqueeze(1)).clamp(min=0, max=n - 1)
+        ids, end = state.ids, state.end
+        if self.cfg_scale != 0:
+            ids, place, columns, end = (
+                self._with_prompt_masked(ids, state), place.repeat(2, 1), columns.repeat(2, 1), end.repeat(2)
+            )  # fmt: skip
+        ids = ids.gather(1, place.clamp(min=0))
+        self.cache = self.cache.narrow(self.cache.rows, max(lengths))
+        output = self.model(
+            ids,
+            lengths=end if min(lengths) < max(lengths) else None,
+            positions=columns,
+            cache=self.cache,
+            token_positions=place,
         )
+        return self._guided(self._check(output, columns.shape, ids.device))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget the other rows of the cache."""
+        if self.cache is not None:
+            half = self.cache.rows // 2
+            self.cache = self.cache.keep([*rows, *(half + row for row in rows)] if self.cfg_scale else rows)
+
+    def _with_prompt_masked(self, ids: Tensor, state: State) -> Tensor:
+        shown = torch.arange(ids.shape[1], device=ids.device) < state.prompt_length.unsqueeze(1)
+        return torch.cat((ids, torch.where(shown, self.mask_token_id, ids)))
+
+    def _cache_rows(self, rows: Tensor | None) -> Tensor | None:
+        if rows is None or self.cfg_scale == 0:
+            return rows
+        assert self.cache is not None
+        return torch.cat((rows, rows + self.cache.rows // 2))
+
+    def _guided(self, logits: Tensor) -> Tensor:
+        if self.cfg_scale == 0:
+            return logits
         conditional, unconditional = logits.chunk(2)
         return torch.lerp(unconditional, conditional, self.cfg_scale + 1)
 
     def _windows(
-        self, ids: Tensor, positions: Tensor, end: Tensor, starts: Sequence[int], lengths: Sequence[int]
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        end: Tensor,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        keywords: dict[str, Any],
     ) -> Tensor:
         if self.takes_windows:
             padded = min(lengths) < max(lengths)
-            output = self.model(ids, lengths=end if padded else None, positions=positions)
+            output = self.model(ids, lengths=end if padded else None, positions=positions, **keywords)
             return self._check(output, positions.shape, ids.device)
         if min(lengths) == max(lengths):
             return self._window_of_equals(ids, positions, starts)
@@ -92,7 +184,7 @@ class Forward:
         """Windows of rows of the same length: a view if they are at the same place and end in the row."""
         logits = self._check(self.model(ids), ids.shape, ids.device)
         width = positions.shape[1]
-        if min(starts) == max(starts) and starts[0] + width <= ids.shape[1]:
+        if min(starts) == max(starts) and 0 <= starts[0] <= ids.shape[1] - width:
             return logits[:, starts[0] : starts[0] + width]
         rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         return logits[rows, positions]
@@ -124,3 +216,9 @@ def _takes_windows(model: Model) -> bool:
     except (TypeError, ValueError):  # builtins without a signature
         return False
     return {"lengths", "positions"} <= parameters.keys()
+
+
+def _is_shifted(model: Model) -> bool:
+    """Whether it says so, or is Dream's official code."""
+    official = getattr(getattr(model, "config", None), "model_type", None) == "Dream"
+    return bool(getattr(model, "shifted_logits", official))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dlmkern.decoders.cache import NoCache
 from dlmkern.decoders.forward import Forward
 from dlmkern.decoders.state import State
 from dlmkern.decoders.step import Plan, step, window_positions
@@ -22,6 +23,8 @@ class _Row:
     block_start: int
     block_length: int = 0
     opening: bool = True
+    age: int = 0
+    """Forward passes since the last whole one, which counts."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Advance(NamedTuple):
 class Loop:
     """Decodes a batch; rows share forward passes, and a finished row takes part in no more of them.
 
+    Without a cache, all rows take part in each. With one, see `_group`.
+
     The host reads the device once a step, a few integers a row. It needs them to size the next forward pass.
 
     Args:
@@ -78,7 +83,8 @@ class Loop:
         Raises:
             FloatingPointError: logits of the model hold no distribution.
         """
-        rows, plan = self.rows, self.plan
+        group = self._group()
+        rows, plan = [self.rows[i] for i in group], self.plan
         blocks = plan.decoder.blocks
         opens = any(row.opening for row in rows)
         if opens:
@@ -89,39 +95,60 @@ class Loop:
             width = max(row.block_length for row in rows)
         starts = [row.block_start for row in rows]
         lengths = [row.end for row in rows]
-        state = self.state
-        logits = self.forward(
-            state.ids[:, : max(lengths)],
-            window_positions(state, width),
-            state.prompt_length,
-            state.end,
-            starts,
-            lengths,
-        )
+        index = None
+        if len(group) < len(self.rows):
+            index = torch.tensor(group, device=self.state.ids.device)
+        state = self.state if index is None else self.state.select(index)
+        positions = window_positions(state, width)
+        if self._is_whole(rows[0]):
+            logits = self.forward.whole(state, positions, starts, lengths, index)
+        else:
+            sizes = [row.block_length for row in rows]
+            logits = self.forward.block(state, positions, starts, sizes, lengths)
         state = step(logits, state, plan, opens)
-        self._poll(state)
-        self._drop_finished(state)
-        return Advance(
+        self._poll(rows, state)
+        advance = Advance(
             [row.index for row in rows], starts, [row.block_length for row in rows], lengths, state
         )
+        self.state = state if index is None else self.state.put(index, state)
+        self._drop_finished()
+        return advance
 
-    def _poll(self, state: State) -> None:
-        """Take note of where each row is."""
+    def _is_whole(self, row: _Row) -> bool:
+        """Whether the row's next forward pass must compute all of it."""
+        cache = self.plan.decoder.cache
+        if isinstance(cache, NoCache):
+            return True
+        return row.opening or (cache.refresh is not None and row.age >= cache.refresh)
+
+    def _group(self) -> list[int]:
+        """The rows that go next: those whose next pass is a whole one, or else all.
+
+        The others wait for them. So each row's cache is refreshed exactly when it would be if the row were
+        alone, and the passes inside blocks, which cost the less the more rows share them, are shared by all.
+        """
+        whole = [i for i, row in enumerate(self.rows) if self._is_whole(row)]
+        return whole or list(range(len(self.rows)))
+
+    def _poll(self, rows: list[_Row], state: State) -> None:
+        """Take note of where each of the rows is after its step."""
         packed = torch.stack((state.block_start, state.block_length, state.opening, state.bad_position))
         starts, lengths, openings, bad_positions = packed.tolist()
-        for row, bad in zip(self.rows, bad_positions, strict=True):
+        for row, bad in zip(rows, bad_positions, strict=True):
             if bad < row.end:
                 raise FloatingPointError(
                     f"row {row.index}: the logits of position {bad} hold no distribution (a NaN, +inf, or no "
                     f"allowed token above -inf) in forward pass {self.nfe[row.index]}"
                 )
-        for row, start, length, opening in zip(self.rows, starts, lengths, openings, strict=True):
+        for row, start, length, opening in zip(rows, starts, lengths, openings, strict=True):
             self.nfe[row.index] += 1
+            row.age = 1 if self._is_whole(row) else row.age + 1
             if row.opening:
                 self.block_lengths[row.index].append(length)
             row.block_start, row.block_length, row.opening = start, length, bool(opening)
 
-    def _drop_finished(self, state: State) -> None:
+    def _drop_finished(self) -> None:
+        state = self.state
         kept = []
         for i, row in enumerate(self.rows):
             if row.block_start < row.end:
@@ -137,5 +164,5 @@ class Loop:
         if len(kept) < len(self.rows):
             self.rows = [self.rows[i] for i in kept]
             if kept:
-                state = state.select(torch.tensor(kept, device=state.ids.device))
-        self.state = state
+                self.state = state.select(torch.tensor(kept, device=state.ids.device))
+                self.forward.keep(kept)

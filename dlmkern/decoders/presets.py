@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dlmkern.decoders.blocks import BlockSchedule, DepGABlocks, FixedBlocks, WholeSequence
+from dlmkern.decoders.cache import Cache, find_cache
 from dlmkern.decoders.decoder import Decoder
-from dlmkern.decoders.unmask import CAP, OnePerStep, Threshold
+from dlmkern.decoders.unmask import CAP, Factor, OnePerStep, Threshold
+from dlmkern.decoders.unmask_dream import DreamSchedule
 
 
 def vanilla(
     block_length: int | None = 32,
     steps: int | None = None,
-    cache: None = None,
+    cache: str | Cache | None = None,
     *,
     remasking: str = "low_confidence",
     cfg_scale: float = 0.0,
@@ -20,15 +22,57 @@ def vanilla(
 ) -> Decoder:
     """LLaDA (arXiv:2502.09992); `block_length=None`: one block. See `OnePerStep`, `Decoder`."""
     return Decoder(
-        _blocks(block_length), OnePerStep(steps, remasking), cache=cache, cfg_scale=cfg_scale, compat=compat
+        _blocks(block_length),
+        OnePerStep(steps, remasking),
+        cache=find_cache(cache),
+        cfg_scale=cfg_scale,
+        compat=compat,
     )
 
 
 def threshold(
-    tau: float = 0.9, block_length: int | None = 32, cache: None = None, *, compat: str | None = None
+    tau: float = 0.9,
+    block_length: int | None = 32,
+    cache: str | Cache | None = None,
+    *,
+    compat: str | None = None,
 ) -> Decoder:
     """Fast-dLLM's threshold (arXiv:2505.22618). `block_length=None`: one block; see `Threshold`."""
-    return Decoder(_blocks(block_length), Threshold(tau), cache=cache, compat=compat)
+    return Decoder(_blocks(block_length), Threshold(tau), cache=find_cache(cache), compat=compat)
+
+
+def factor(
+    factor: float = 1.0,
+    block_length: int | None = 32,
+    cache: str | Cache | None = None,
+    *,
+    compat: str | None = None,
+) -> Decoder:
+    """Fast-dLLM's factor (arXiv:2505.22618). `block_length=None`: one block; see `Factor`."""
+    return Decoder(_blocks(block_length), Factor(factor, compat), cache=find_cache(cache), compat=compat)
+
+
+def dream(
+    alg: str = "entropy",
+    steps: int | None = None,
+    block_length: int | None = None,
+    cache: str | Cache | None = None,
+    *,
+    eps: float = 1e-3,
+    alg_temp: float | None = None,
+    tau: float = 0.9,
+    compat: str | None = None,
+) -> Decoder:
+    """Dream (arXiv:2508.15487); `block_length=None`: one block. See `DreamSchedule`.
+
+    With `compat="official"`, blocks and any `alg` but "confidence_threshold", positions are ranked by entropy
+    whatever `alg` says, as in Fast-dLLM's code.
+    """
+    in_blocks = block_length is not None
+    if compat == "official" and in_blocks and alg != "confidence_threshold":
+        alg = "entropy"
+    rule = DreamSchedule(alg, steps, eps, alg_temp, tau, None if in_blocks else compat)
+    return Decoder(_blocks(block_length), rule, cache=find_cache(cache), compat=compat)
 
 
 def depcap(
@@ -40,7 +84,7 @@ def depcap(
     gamma: float = -16.0,
     kl: str = "exact",
     topk: int = 64,
-    cache: None = None,
+    cache: str | Cache | None = None,
     *,
     strict: bool = False,
     padding: str = "zero",
@@ -50,12 +94,18 @@ def depcap(
     return Decoder(
         DepGABlocks(lam, l_min, l_max, kl, topk, padding),
         CAP(tau_low, tau_high, gamma, strict),
-        cache=cache,
+        cache=find_cache(cache),
         compat=compat,
     )
 
 
-PRESETS: dict[str, Callable[..., Decoder]] = {"vanilla": vanilla, "threshold": threshold, "depcap": depcap}
+PRESETS: dict[str, Callable[..., Decoder]] = {
+    "vanilla": vanilla,
+    "threshold": threshold,
+    "factor": factor,
+    "dream": dream,
+    "depcap": depcap,
+}
 
 
 def find_decoder(decoder: str | Decoder) -> Decoder:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from dlmkern import ops
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: 2^64 over the golden ratio
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -13,6 +17,7 @@ TOKEN_STREAM = 0
 REMASKING_STREAM = 1
 
 _CHUNK = 16384
+_ROWS = 8
 
 
 def uniform(seed: Tensor, position: Tensor, step: Tensor, stream: int) -> Tensor:
@@ -83,6 +88,89 @@ def sample(
     token = chunk.unsqueeze(-1) * _CHUNK + tokens[:_CHUNK]
     inside, _ = _invert(weights(logits.gather(-1, token.clamp(max=vocabulary - 1)), token), rest)
     return torch.where(best < 0, best, chunk * _CHUNK + inside)
+
+
+class Draw(NamedTuple):
+    """How tokens are drawn, and what is said about the distribution that they are drawn from."""
+
+    temperature: float
+    """0: the likeliest token is taken."""
+    top_p: float | None
+    top_k: int | None
+    allowed: int
+    """Tokens from this id on are never drawn."""
+    banned_token: int | None
+    """A token that is never drawn."""
+    statistic: str
+    """As in `unmask.Score`."""
+
+
+def draw(
+    scored: Tensor, best: Tensor, banned_token: int | None, settings: Draw, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw tokens from a distribution that is transformed as in Dream: temperature, then top-p, then top-k.
+
+    Top-p keeps the likeliest tokens up to the one with which their probability exceeds `top_p`, top-k the
+    `top_k` likeliest and all that tie with the last. A few positions are treated at a time, so that nothing
+    of the size of the logits is allocated.
+
+    Args:
+        scored: logits `[B, n, V]`.
+        best: int64 `[B, n]`: the token with the largest logit among those that may be drawn, which top-p and
+            top-k never remove; -1 where there is no distribution.
+        banned_token: a token left out of the distribution, or None.
+        settings: see `Draw`.
+        noise: float64 `[B, n]` in `[0, 1)`.
+
+    Returns:
+        The tokens, int64 `[B, n]`, -1 where `best` is; and the statistic of the transformed distribution,
+        float64 `[B, n]`: its confidence is the probability of the drawn token.
+    """
+    rows = zip(
+        scored.flatten(0, 1).split(_ROWS),
+        best.flatten().split(_ROWS),
+        noise.flatten().split(_ROWS),
+        strict=True,
+    )
+    parts = [_draw_rows(x, b, banned_token, settings, u) for x, b, u in rows]
+    if not parts:
+        return best, noise
+    token, score = (torch.cat(column).view(best.shape) for column in zip(*parts, strict=True))
+    return token, score
+
+
+def _draw_rows(
+    scored: Tensor, best: Tensor, banned_token: int | None, settings: Draw, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    x = scored.to(torch.float64 if scored.dtype == torch.float64 else torch.float32)
+    if settings.temperature > 0:
+        x = x / settings.temperature
+    if banned_token is not None:
+        x = x.index_fill(-1, torch.full_like(best[:1], banned_token), -torch.inf)
+    kept = best.clamp(min=0).unsqueeze(-1)
+    top = x.gather(-1, kept)
+    if settings.top_p is not None:
+        falling, order = x.sort(dim=-1, descending=True, stable=True)
+        p = falling.softmax(-1)
+        x = x.masked_fill(torch.zeros_like(x, dtype=torch.bool).scatter(
+            -1, order, p.cumsum(-1) - p > settings.top_p
+        ), -torch.inf)  # fmt: skip
+    if settings.top_k is not None:
+        least = x.topk(min(settings.top_k, x.shape[-1])).values[..., -1:]
+        x = x.masked_fill(x < least, -torch.inf)
+    x = x.scatter(-1, kept, top)
+    stats = ops.token_stats(x, out_dtype=torch.float64)
+    token = best
+    if settings.temperature > 0:
+        token = sample(x[..., : settings.allowed], best, settings.banned_token, 1.0, noise)
+    if settings.statistic == "negative entropy":
+        return token, -stats.entropy
+    if settings.statistic == "margin":
+        two = (x.topk(min(2, x.shape[-1])).values - stats.logsumexp.unsqueeze(-1)).exp()
+        return token, two[..., 0] - two[..., 1:].sum(-1)
+    drawn = x.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(torch.float64)
+    score = torch.where(token == stats.token, stats.confidence, (drawn - stats.logsumexp).exp())
+    return token, score
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,12 @@ class Reason(IntEnum):
     CONFLICT_FREE = 3
     """Its confidence reached `tau_low` and it conflicts with nothing committed in the same step."""
     FORCED = 4
-    """No threshold was reached; it was the most confident position, and each step commits something."""
+    """No threshold was reached; each step commits something, and it was the most confident position (in the
+    official code for shifted logits, the block's first)."""
     AFTER_EOS = 5
     """Not predicted: the answer had ended before it."""
+    FACTOR = 6
+    """It and all more confident positions passed the factor rule."""
 
 
 class State(NamedTuple):
@@ -70,6 +73,20 @@ class State(NamedTuple):
         columns = {name: x.index_select(0, rows) for name, x in self._asdict().items() if name != "previous"}
         previous = None if self.previous is None else tuple(x.index_select(0, rows) for x in self.previous)
         return State(**columns, previous=previous)
+
+    def put(self, rows: Tensor, other: State) -> State:
+        """This state with some of the rows replaced, the inverse of `select`.
+
+        `previous` is written in place, where `other` may keep fewer positions than this state does.
+        """
+        assert self.previous is not None or other.previous is None
+        new = other._asdict()
+        columns = {
+            name: x.index_copy(0, rows, new[name]) for name, x in self._asdict().items() if name != "previous"
+        }
+        for old, part in zip(self.previous or (), other.previous or (), strict=True):
+            old[:, : part.shape[1]].index_copy_(0, rows, part)
+        return State(**columns, previous=self.previous)
 
 
 def initial_state(

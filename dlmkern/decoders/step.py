@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dlmkern import ops
 from dlmkern.decoders.decoder import Decoder
-from dlmkern.decoders.sampling import TOKEN_STREAM, sample, uniform
+from dlmkern.decoders.sampling import TOKEN_STREAM, Draw, draw, sample, uniform
 from dlmkern.decoders.state import Reason, State
-from dlmkern.decoders.unmask import Candidates
+from dlmkern.decoders.unmask import Candidates, Selection
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Plan:
         vocab_size: ids from here on are padding and never committed; None: all logits are tokens.
         eos_token_id: a row is finished once its tokens up to this one are committed; None: when all are.
         temperature: 0 commits the likeliest token, otherwise one drawn from `softmax(logits / temperature)`.
+        top_p, top_k: tokens are drawn from the smallest set of the likeliest ones that holds `top_p` of the
+            probability, or from the `top_k` likeliest, or both; None: from all.
+        first_alone: a pass that opens a block commits its first position and nothing else (see `Decoder`).
     """
 
     decoder: Decoder
@@ -37,6 +40,14 @@ class Plan:
     vocab_size: int | None = None
     eos_token_id: int | None = None
     temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    first_alone: bool = False
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are drawn from some of the vocabulary only."""
+        return self.top_p is not None or self.top_k is not None
 
 
 def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
@@ -56,7 +67,7 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
     width = min(logits.shape[1], blocks.longest(plan.gen_length))
     scored = _scored(logits, plan)
     comparison = blocks.comparison(state, width) if opens else (None, None)
-    stats, token = _predict(logits[:, :width], scored[:, :width], *comparison, state, plan)
+    stats, token, score = _predict(logits[:, :width], scored[:, :width], *comparison, state, plan)
     if opens:
         state = _open_blocks(scored, stats, state, plan)
 
@@ -65,8 +76,12 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
     inside = offset < state.block_length.unsqueeze(1)
     scratch = state.ids.shape[1] - 1
     masked = inside & (state.ids.gather(1, position.clamp(max=scratch)) == plan.mask_token_id)
-    candidates = Candidates(scored[:, :width], token, stats.confidence, stats.logsumexp, masked, position)
+    candidates = Candidates(
+        scored[:, :width], token, stats.confidence, score, stats.logsumexp, masked, position
+    )
     selection = plan.decoder.unmask.select(candidates, state, blocks.count(plan.gen_length))
+    if opens and plan.first_alone:
+        selection = _first_alone(selection, masked, state)
 
     target = torch.where(selection.selected, position, scratch)
     forward = state.nfe.unsqueeze(1)
@@ -112,10 +127,14 @@ def _scored_banned(scored: Tensor, plan: Plan) -> int | None:
 
 def _predict(
     logits: Tensor, scored: Tensor, previous: Tensor | None, rows: Tensor | None, state: State, plan: Plan
-) -> tuple[ops.TokenStats, Tensor]:
-    """Statistics of every position, `confidence` being that of the token it would commit, and this token."""
+) -> tuple[ops.TokenStats, Tensor, Tensor]:
+    """For every position its statistics, the token it would commit, and the rule's score.
+
+    `confidence` is that of this token.
+    """
+    scored_banned = _scored_banned(scored, plan)
     stats = ops.token_stats(
-        scored, previous, prev_rows=rows, banned_token=_scored_banned(scored, plan), out_dtype=torch.float64
+        scored, previous, prev_rows=rows, banned_token=scored_banned, out_dtype=torch.float64
     )
     allowed = logits[..., : plan.vocab_size]
     banned = _banned(allowed, plan)
@@ -123,14 +142,47 @@ def _predict(
         best = ops.token_stats(allowed, banned_token=banned, out_dtype=torch.float64)
         share = (best.logsumexp - stats.logsumexp).exp()
         stats = stats._replace(token=best.token, confidence=best.confidence * share)
-    if plan.temperature == 0:
-        return stats, stats.token
+    token, wanted = stats.token, plan.decoder.unmask.score()
+    if plan.temperature == 0 and not (plan.filters and wanted.transformed):
+        return stats, token, _score(scored, scored_banned, stats, wanted.statistic)
     position = state.block_start.unsqueeze(1) + torch.arange(logits.shape[1], device=logits.device)
     noise = uniform(state.seed.unsqueeze(1), position, state.nfe.unsqueeze(1), TOKEN_STREAM)
-    token = sample(allowed, stats.token, banned, plan.temperature, noise)
+    score: Tensor | None = None
+    if plan.filters or wanted.transformed:
+        token, score = draw(
+            scored,
+            token,
+            scored_banned,
+            Draw(plan.temperature, plan.top_p, plan.top_k, allowed.shape[-1], banned, wanted.statistic),
+            noise,
+        )
+    else:
+        token = sample(allowed, token, banned, plan.temperature, noise)
     drawn = scored.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(torch.float64)
     confidence = torch.where(token == stats.token, stats.confidence, (drawn - stats.logsumexp).exp())
-    return stats._replace(confidence=confidence), token
+    stats = stats._replace(confidence=confidence)
+    if score is None or not wanted.transformed:
+        score = _score(scored, scored_banned, stats, wanted.statistic)
+    return stats, token, score
+
+
+def _score(scored: Tensor, banned_token: int | None, stats: ops.TokenStats, statistic: str) -> Tensor:
+    if statistic == "confidence":
+        return stats.confidence
+    if statistic == "negative entropy":
+        return -stats.entropy
+    allowed = scored.shape[-1] - (banned_token is not None)
+    best = ops.topk_snapshot(scored, min(2, allowed), banned_token=banned_token).logp.exp()
+    return best[..., 0] - best[..., 1:].sum(-1)
+
+
+def _first_alone(selection: Selection, masked: Tensor, state: State) -> Selection:
+    opening = state.opening.unsqueeze(1)
+    first = masked & (torch.arange(masked.shape[1], device=masked.device) == 0)
+    return Selection(
+        torch.where(opening, first, selection.selected),
+        torch.where(opening, Reason.FORCED, selection.reason).to(torch.int8),
+    )
 
 
 def _open_blocks(scored: Tensor, stats: ops.TokenStats, state: State, plan: Plan) -> State:

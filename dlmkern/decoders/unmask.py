@@ -23,6 +23,8 @@ class Candidates(NamedTuple):
     """int64 `[B, n]`: the token that the position would commit."""
     confidence: Tensor
     """float64 `[B, n]`: its probability at temperature 1."""
+    score: Tensor
+    """float64 `[B, n]`: what `UnmaskingRule.score` asks for; NaN where the confidence is."""
     logsumexp: Tensor
     """float64 `[B, n]`, of the logits, as the probabilities are normalised."""
     masked: Tensor
@@ -35,23 +37,39 @@ class Selection(NamedTuple):
     """What to commit; both `[B, n]`."""
 
     selected: Tensor
-    """bool, at least one masked position in each row that has one."""
+    """bool, among the masked positions. In a row that has one, a rule that does not count its steps selects
+    at least one."""
     reason: Tensor
     """int8: a `Reason`, meaningful where selected."""
 
 
+class Score(NamedTuple):
+    """A number a position that says how sure the model is of its token."""
+
+    statistic: str = "confidence"
+    """"confidence", the probability of the token to commit; "margin", how much likelier the likeliest token is
+    than the second; "negative entropy", in nats."""
+    transformed: bool = False
+    """Whether it is that of the distribution from which tokens are drawn, with its temperature, top-p and
+    top-k, or of the model's."""
+
+
 class UnmaskingRule(Protocol):
-    """One of the four choices that make a decoder."""
+    """One of the four choices that make a decoder. Rules inherit from this class."""
 
     def check(self, gen_length: int, blocks: int | None) -> None:
         """Raise ValueError if the rule cannot fill this many tokens in that many blocks (None: unknown)."""
+
+    def score(self) -> Score:
+        """What the rule ranks positions by."""
+        return Score()
 
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
         """Choose; reads nothing on the host. `state` is that of the block, `blocks` as in `check`."""
 
 
 @dataclass(frozen=True)
-class OnePerStep:
+class OnePerStep(UnmaskingRule):
     """LLaDA's own rule (arXiv:2502.09992, low-confidence remasking): a fixed number of commits a step.
 
     Args:
@@ -97,16 +115,14 @@ class OnePerStep:
             )
         else:
             noise = candidates.confidence
-        order = torch.where(candidates.masked, noise, -torch.inf).argsort(
-            dim=-1, descending=True, stable=True
-        )
-        first = torch.arange(order.shape[1], device=order.device) < quota.unsqueeze(1)
-        selected = torch.zeros_like(candidates.masked).scatter(1, order, first)
+        selected = ops.confidence_select(
+            confidence=noise, mask=candidates.masked, rule="schedule", count=quota
+        ).selected
         return Selection(selected, torch.full_like(selected, Reason.SCHEDULED, dtype=torch.int8))
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(UnmaskingRule):
     """Fast-dLLM's rule (arXiv:2505.22618, algorithm 1): all of confidence `tau` or more, and the best."""
 
     tau: float = 0.9
@@ -120,14 +136,55 @@ class Threshold:
         pass
 
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
+        selected = ops.confidence_select(
+            confidence=candidates.confidence, mask=candidates.masked, tau=self.tau
+        ).selected
         sure = candidates.confidence >= self.tau
-        best = torch.where(candidates.masked, candidates.confidence, -torch.inf).argmax(-1, keepdim=True)
-        selected = (candidates.masked & sure).scatter(1, best, True)
         return Selection(selected, torch.where(sure, Reason.THRESHOLD, Reason.FORCED).to(torch.int8))
 
 
 @dataclass(frozen=True)
-class CAP:
+class Factor(UnmaskingRule):
+    """Fast-dLLM's rule without a threshold (arXiv:2505.22618, section 3.3).
+
+    With confidences `c_1 >= c_2 >= ...`, it commits the first `n` positions for the largest `n` with
+    `(n + 1) (1 - c_n) < factor`, and always the first. At `factor = 1`, theorem 1 says that greedy decoding
+    of these positions at once gives the same tokens as one after the other.
+
+    Args:
+        factor: larger values commit more.
+        compat: None, or "official" for the rule of the official code: `<=` in place of `<`, and if only the
+            least confident position fails, it is committed all the same (see `ops.confidence_select`).
+    """
+
+    factor: float = 1.0
+    compat: str | None = None
+
+    def __post_init__(self) -> None:
+        _check.number("factor", self.factor)
+        if self.factor <= 0:
+            raise ValueError(f"factor must be positive, got {self.factor!r}")
+        _check.compat(self.compat)
+
+    def check(self, gen_length: int, blocks: int | None) -> None:
+        pass
+
+    def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
+        selected = ops.confidence_select(
+            confidence=candidates.confidence,
+            mask=candidates.masked,
+            rule="factor",
+            factor=self.factor,
+            compat=self.compat,
+        ).selected
+        # The best one passes on its own if 2 (1 - c) < factor; if not, nothing else can.
+        alone = 2 * (1 - candidates.confidence) >= self.factor
+        forced = alone & (selected.sum(-1, keepdim=True) == 1)
+        return Selection(selected, torch.where(forced, Reason.FORCED, Reason.FACTOR).to(torch.int8))
+
+
+@dataclass(frozen=True)
+class CAP(UnmaskingRule):
     """CAP-Decoding (DepCap, arXiv:2604.15750, algorithm 1): commit together what does not conflict.
 
     See `ops.cap_select`.
