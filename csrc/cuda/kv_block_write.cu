@@ -1,47 +1,50 @@
-// One launch, one pass: a block of threads for the key of each position and one for its value, over all
-// heads.
+// One launch and one pass, with a block for the key of a position and another for its value, over all heads.
 //
-// A position of H heads costs 4 H d elements of traffic, keys and values read and written, and 6 H d with
-// drift, which reads what is overwritten; the rotation adds two rows of the tables, which its heads share in
-// the first-level cache. Arithmetic is negligible, so memory is the bound: 32 KB a position for H d = 4096 in
-// bfloat16 (48 KB with drift), 1 MB for 32 positions. That takes 0.3 us at 3.3 TB/s, less than the launch;
-// what counts for a block of a decoder's step is that there is one launch, and for a prompt the vectors of 16
-// bytes.
+// Keys and values are read and written once: 4 H d elements a position, 6 H d with drift, which also reads
+// what is overwritten. The heads share a row of each table in the first-level cache. Arithmetic is
+// negligible, so memory is the bound: for H d = 4096 in bfloat16, 32 KB a position (48 KB with drift). A
+// block of 32 positions, 1 MB, takes 0.3 us at 3.3 TB/s, less than the launch: there it is the single launch
+// that counts, and the vectors of 16 bytes for a prompt of thousands.
 #include "views.h"
 
 namespace dlmkern {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int kVectorBytes = 16;
 
-// N elements that one thread reads or writes at once.
+// N elements that a thread reads or writes at once.
 template <class T, int N>
-struct alignas(N * sizeof(T) < kVectorBytes ? N * sizeof(T) : kVectorBytes) Chunk {
+struct alignas(N * sizeof(T)) Chunk {
   T values[N];
 };
 
-template <int N, class T>
-__device__ Chunk<T, N> read(const T* address) {
-  return *reinterpret_cast<const Chunk<T, N>*>(address);
-}
-
+// The d numbers of a position for each head, which are contiguous if N is more than 1.
 template <class T, int N>
-__device__ void write(T* address, const Chunk<T, N>& chunk) {
-  *reinterpret_cast<Chunk<T, N>*>(address) = chunk;
-}
+struct Heads {
+  T* data;
+  int64_t head_stride, stride;
 
-// What compares an old row with the new one.
-template <class Real>
+  using Piece = Chunk<std::remove_const_t<T>, N>;
+
+  __device__ T* address(int h, int e) const { return data + (h * head_stride + (N == 1 ? e * stride : e)); }
+  __device__ Piece read(int h, int e) const { return *reinterpret_cast<const Piece*>(address(h, e)); }
+  __device__ void write(int h, int e, const Piece& piece) const {
+    *reinterpret_cast<Piece*>(address(h, e)) = piece;
+  }
+};
+
+// Sums over the old and the new numbers of a position. In float64, the squares of narrower numbers neither
+// overflow nor vanish.
 struct Drift {
-  Real product, old_square, new_square, change_square;
+  double product, old_square, new_square, change_square;
 
   template <class T, int N>
   __device__ void add(const Chunk<T, N>& old_chunk, const Chunk<T, N>& new_chunk) {
     DLMKERN_UNROLL
     for (int k = 0; k < N; ++k) {
-      const Real old_value = widen(old_chunk.values[k]), new_value = widen(new_chunk.values[k]);
-      const Real change = new_value - old_value;
+      const double old_value = widen(old_chunk.values[k]), new_value = widen(new_chunk.values[k]);
+      const double change = new_value - old_value;
       product += old_value * new_value;
       old_square += old_value * old_value;
       new_square += new_value * new_value;
@@ -56,18 +59,15 @@ struct Drift {
     change_square += other.change_square;
   }
 
-  __device__ float cosine() const {
-    return static_cast<float>(product / (sqrt(old_square) * sqrt(new_square)));
-  }
-  __device__ float distance() const { return static_cast<float>(sqrt(change_square) / sqrt(old_square)); }
+  __device__ double cosine() const { return product / (sqrt(old_square) * sqrt(new_square)); }
+  __device__ double distance() const { return sqrt(change_square) / sqrt(old_square); }
 };
 
-// The sum over the block's threads, for thread 0. All threads.
-template <class Real>
-__device__ Drift<Real> sum_over_block(Drift<Real> drift) {
-  DLMKERN_SHARED(Drift<Real>[kThreads / kWarp], of_warp);
+// The sums of the block's threads together, for thread 0. All threads.
+__device__ Drift sum_over_block(Drift drift) {
+  DLMKERN_SHARED(Drift[kThreads / kWarp], of_warp);
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const auto from = [&](Real value) { return __shfl_down_sync(kAllLanes, value, offset); };
+    const auto from = [&](double value) { return __shfl_down_sync(kAllLanes, value, offset); };
     drift.add(
         {from(drift.product), from(drift.old_square), from(drift.new_square), from(drift.change_square)});
   }
@@ -79,18 +79,30 @@ __device__ Drift<Real> sum_over_block(Drift<Real> drift) {
   return drift;
 }
 
-// The rotation of the pairs (low, high) by row p of the tables, from column e on; the halves of a table may
-// differ. Computed in the wider of the two dtypes.
-template <class Real, class T, int N>
-__device__ void rotate(const Tensor<Real>& cos, const Tensor<Real>& sin, int64_t p, int e, int half,
-                       Chunk<T, N>& low, Chunk<T, N>& high) {
-  const auto cos_low = read<N>(cos.address(p, e)), cos_high = read<N>(cos.address(p, e + half));
-  const auto sin_low = read<N>(sin.address(p, e)), sin_high = read<N>(sin.address(p, e + half));
+// A position's row of cos or sin, of which all heads read the same.
+template <int N, class Real>
+__device__ auto table_row(const Tensor<Real>& table, int64_t p) {
+  constexpr int kPart = N * sizeof(Real) <= kVectorBytes ? N : kVectorBytes / sizeof(Real);
+  return Heads<const Real, kPart>{table.address(p), 0, table.stride[1]};
+}
+
+// Turns the pairs (low, high) of columns e and e + half, in the wider of the two dtypes. The halves of a row
+// of cos or sin may differ.
+template <class Real, int kPart, class T, int N>
+__device__ void rotate(const Heads<const Real, kPart>& cos, const Heads<const Real, kPart>& sin, int e,
+                       int half, Chunk<T, N>& low, Chunk<T, N>& high) {
   DLMKERN_UNROLL
-  for (int k = 0; k < N; ++k) {
-    const auto x = widen(low.values[k]), y = widen(high.values[k]);
-    low.values[k] = static_cast<T>(x * cos_low.values[k] - y * sin_low.values[k]);
-    high.values[k] = static_cast<T>(y * cos_high.values[k] + x * sin_high.values[k]);
+  for (int first = 0; first < N; first += kPart) {
+    const auto cos_low = cos.read(0, e + first), cos_high = cos.read(0, e + half + first);
+    const auto sin_low = sin.read(0, e + first), sin_high = sin.read(0, e + half + first);
+    DLMKERN_UNROLL
+    for (int k = 0; k < kPart; ++k) {
+      T &x = low.values[first + k], &y = high.values[first + k];
+      const auto turned_x = widen(x) * cos_low.values[k] - widen(y) * sin_low.values[k];
+      const auto turned_y = widen(y) * cos_high.values[k] + widen(x) * sin_high.values[k];
+      x = static_cast<T>(turned_x);
+      y = static_cast<T>(turned_y);
+    }
   }
 }
 
@@ -105,46 +117,50 @@ struct Arguments {
   int H, d;
 };
 
-// N is 1 for what can't be read by vectors.
+// N is 1 for what can't be read by vectors. Three blocks on a multiprocessor leave enough registers.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads, 2) kv_block_write(Arguments<T> a) {
+__global__ void __launch_bounds__(kThreads) kv_block_write(Arguments<T> a) {
   const bool is_value = blockIdx.x % 2 != 0;
   const int64_t row = blockIdx.x / 2, b = row / a.n, i = row % a.n;
   const int64_t p = a.positions(b, i);
-  const auto write_drift = [&](float cosine, float distance) {
+  const auto write_drift = [&](double cosine, double distance) {
     if (!a.drift || threadIdx.x != 0) return;
-    a.drift(is_value ? 2 : 0, b, i) = cosine;
-    a.drift(is_value ? 3 : 1, b, i) = distance;
+    a.drift(is_value ? 2 : 0, b, i) = static_cast<float>(cosine);
+    a.drift(is_value ? 3 : 1, b, i) = static_cast<float>(distance);
   };
   if (p < 0 || p >= a.L) return write_drift(NAN, NAN);
 
-  const Tensor<T> cache = is_value ? a.v_cache : a.k_cache;
-  const Tensor<const T> fresh = is_value ? a.v : a.k;
-  const bool rotated = a.cos && !is_value;
-  const int half = a.d / 2, chunks = (rotated ? half : a.d) / N;  // in a head
-  Drift<Wide<T>> drift{};
-  for (int task = threadIdx.x; task < a.H * chunks; task += blockDim.x) {
-    const int h = task / chunks, e = task % chunks * N;
-    T* const place = cache.address(b, h, p, e);
-    auto low = read<N>(fresh.address(b, h, i, e));
-    if (!rotated) {
-      if (a.drift) drift.add(read<N>(place), low);
-      write(place, low);
-      continue;
+  const Tensor<T>& cache = is_value ? a.v_cache : a.k_cache;
+  const Tensor<const T>& fresh = is_value ? a.v : a.k;
+  const Heads<T, N> to{cache.address(b, 0, p), cache.stride[1], cache.stride[3]};
+  const Heads<const T, N> from{fresh.address(b, 0, i), fresh.stride[1], fresh.stride[3]};
+  Drift drift{};
+  const auto put = [&](int h, int e, const Chunk<T, N>& chunk) {
+    if (a.drift) drift.add(to.read(h, e), chunk);
+    to.write(h, e, chunk);
+  };
+  // Calls body(h, e) for the chunks in the first `width` columns of every head.
+  const auto each_chunk = [&](int width, auto body) {
+    const int chunks = width / N;
+    for (int task = threadIdx.x; task < a.H * chunks; task += blockDim.x) {
+      body(task / chunks, task % chunks * N);
     }
-    T* const high_place = cache.address(b, h, p, e + half);
-    auto high = read<N>(fresh.address(b, h, i, e + half));
-    if (a.cos.single) {
-      rotate(a.cos.single, a.sin.single, p, e, half, low, high);
-    } else {
-      rotate(a.cos.twice, a.sin.twice, p, e, half, low, high);
-    }
-    if (a.drift) {
-      drift.add(read<N>(place), low);
-      drift.add(read<N>(high_place), high);
-    }
-    write(place, low);
-    write(high_place, high);
+  };
+  const auto rotated = [&](const auto& cos, const auto& sin) {
+    const int half = a.d / 2;
+    each_chunk(half, [&](int h, int e) {
+      Chunk<T, N> low = from.read(h, e), high = from.read(h, e + half);
+      rotate(cos, sin, e, half, low, high);
+      put(h, e, low);
+      put(h, e + half, high);
+    });
+  };
+  if (is_value || !a.cos) {
+    each_chunk(a.d, [&](int h, int e) { put(h, e, from.read(h, e)); });
+  } else if (a.cos.single) {
+    rotated(table_row<N>(a.cos.single, p), table_row<N>(a.sin.single, p));
+  } else {
+    rotated(table_row<N>(a.cos.twice, p), table_row<N>(a.sin.twice, p));
   }
   if (!a.drift) return;
   drift = sum_over_block(drift);
@@ -186,7 +202,8 @@ extern "C" int dlmkern_cuda_kv_block_write(const dlmkern_view* k_cache, const dl
   }
   DLMKERN_TRY(check_optional_output(drift, kFloat32, {4, B, n}));
   if (B == 0 || n == 0) return DLMKERN_OK;
-  if (!rows_fit_grid(B, n) || !fits_grid(2 * B * n) || !fits_grid(H * d)) return DLMKERN_ERROR_SHAPE;
+  if (!rows_fit_grid(B, n) || !fits_grid(2 * B * n) || !fits_grid(H * d + kThreads))
+    return DLMKERN_ERROR_SHAPE;
 
   return with_float_type(k_cache->dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;

@@ -95,9 +95,11 @@ class Tensor {
     for (std::int64_t i = 0; i < extent(0); ++i) {
       for (std::int64_t j = 0; j < extent(1); ++j) {
         for (std::int64_t k = 0; k < extent(2); ++k) {
-          const std::int64_t element = i * stride(0) + j * stride(1) + k * stride(2);
-          body(static_cast<unsigned char*>(view_.data) +
-               element * static_cast<std::int64_t>(bytes_of(dtype_)));
+          for (std::int64_t l = 0; l < extent(3); ++l) {
+            const std::int64_t element = i * stride(0) + j * stride(1) + k * stride(2) + l * stride(3);
+            body(static_cast<unsigned char*>(view_.data) +
+                 element * static_cast<std::int64_t>(bytes_of(dtype_)));
+          }
         }
       }
     }
@@ -248,6 +250,55 @@ void run_depga_block(std::int64_t B, std::int64_t W, int reflect) {
   length.add_to_hash();
 }
 
+void run_confidence_select(int dtype, std::int64_t B, std::int64_t n, int rule) {
+  // Few values, so that there are ties.
+  const Tensor confidence = std::move(Tensor(dtype, {B, n}, {2, 1, 1}).fill([] {
+    const double c = std::floor(uniform() * 20) / 19;
+    return c == 0 ? NAN : c;
+  }));
+  const Tensor mask = std::move(Tensor(DLMKERN_BOOL, {B, n}, {3, 0, 1}).fill([] { return uniform() < 0.8; }));
+  const double scale = rule == DLMKERN_RULE_SCHEDULE ? static_cast<double>(n) : 1;
+  const Tensor parameter =
+      std::move(Tensor(DLMKERN_FLOAT64, {B}, {2, 0, 0}).fill([&] { return uniform() * scale; }));
+  const Tensor selected(DLMKERN_BOOL, {B, n}, {2, 0, 0});
+  const Workspace w(dlmkern_cuda_confidence_select_workspace(B, n));
+  for (const dlmkern_view* given : {static_cast<const dlmkern_view*>(mask), {}}) {
+    check("confidence_select", dlmkern_cuda_confidence_select(confidence, given, parameter, rule, selected,
+                                                              w.data(), w.bytes(), nullptr));
+    selected.add_to_hash();
+  }
+}
+
+struct CacheShape {
+  std::int64_t B, H, L, n, d;
+};
+
+void run_kv_block_write(int dtype, CacheShape shape, Layout layout, int table_dtype) {
+  const auto [B, H, L, n, d] = shape;
+  const auto value = [] { return uniform() - 0.5; };
+  const Tensor k_cache = std::move(Tensor(dtype, {B, H, L, d}, layout).fill(value));
+  const Tensor v_cache = std::move(Tensor(dtype, {B, H, L, d}, layout).fill(value));
+  const Tensor k = std::move(Tensor(dtype, {B, H, n, d}, layout).fill(value));
+  const Tensor v = std::move(Tensor(dtype, {B, H, n, d}).fill(value));
+  const Tensor cos = std::move(Tensor(table_dtype, {L + 1, d}, layout).fill(value));
+  const Tensor sin = std::move(Tensor(table_dtype, {L + 1, d}).fill(value));
+  const Tensor drift(DLMKERN_FLOAT32, {4, B, n}, {2, 1, 1});
+  // Distinct, some outside the cache.
+  std::int64_t place = 0;
+  const Tensor positions =
+      std::move(Tensor(DLMKERN_INT64, {B, n}, {2, 0, 0}).fill([&] { return place++ % (L + 3) - 2; }));
+  const dlmkern_view* const absent = nullptr;
+  check("kv_block_write",
+        dlmkern_cuda_kv_block_write(k_cache, v_cache, k, v, positions, absent, absent, drift, nullptr));
+  for (const Tensor* output : {&k_cache, &v_cache, &drift}) output->add_to_hash();
+  if (d % 2 != 0) return;
+  for (const dlmkern_view* compared : {static_cast<const dlmkern_view*>(drift), absent}) {
+    check("kv_block_write",
+          dlmkern_cuda_kv_block_write(k_cache, v_cache, v, k, positions, cos, sin, compared, nullptr));
+    for (const Tensor* output : {&k_cache, &v_cache, &drift}) output->add_to_hash();
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -268,6 +319,28 @@ int main(int argc, char** argv) {
   run_independent_set(1, 640, kLayouts[0]);  // beyond shared memory
   for (const std::int64_t W : {0, 1, 2, 5, 128, 200}) run_depga_block(3, W, static_cast<int>(W % 2));
   run_depga_block(1, 3200, 0);  // beyond shared memory
+  for (const int rule :
+       {DLMKERN_RULE_THRESHOLD, DLMKERN_RULE_FACTOR, DLMKERN_RULE_SCHEDULE, DLMKERN_RULE_FACTOR_OFFICIAL}) {
+    for (const std::int64_t n : {0, 1, 2, 31, 64, 65}) run_confidence_select(DLMKERN_FLOAT32, 2, n, rule);
+    run_confidence_select(DLMKERN_FLOAT64, 1, 1100, rule);  // several positions a thread
+  }
+  run_confidence_select(DLMKERN_FLOAT64, 2, 4000, DLMKERN_RULE_FACTOR);  // beyond shared memory
+  for (const int dtype : {DLMKERN_FLOAT64, DLMKERN_FLOAT32, DLMKERN_BFLOAT16, DLMKERN_FLOAT16}) {
+    for (const int table_dtype : {DLMKERN_FLOAT32, DLMKERN_FLOAT64}) {
+      for (const Layout& each : kLayouts) {
+        if (each.gap > 100) continue;  // of a row of tokens
+        run_kv_block_write(dtype, {2, 2, 5, 3, 32}, each, table_dtype);
+        run_kv_block_write(dtype, {1, 3, 4, 2, 6}, each, table_dtype);
+      }
+      run_kv_block_write(dtype, {2, 9, 5, 4, 64}, kLayouts[0], table_dtype);  // several elements a thread
+    }
+    run_kv_block_write(dtype, {1, 2, 3, 5, 5}, kLayouts[0], DLMKERN_FLOAT32);
+    for (const CacheShape& empty :
+         {CacheShape{0, 2, 3, 2, 4}, CacheShape{2, 0, 3, 2, 4}, CacheShape{2, 2, 0, 2, 4},
+          CacheShape{2, 2, 3, 0, 4}, CacheShape{2, 2, 3, 2, 0}}) {
+      run_kv_block_write(dtype, empty, kLayouts[0], DLMKERN_FLOAT32);
+    }
+  }
   std::printf("%016llx\n", static_cast<unsigned long long>(hash));
   return EXIT_SUCCESS;
 }
