@@ -45,7 +45,7 @@ T rounded(Real value) {
 
 // Turns a key: element j pairs with j + size / 2.
 template <class T, class Real>
-void rotate(const T* x, const Real* cos, const Real* sin, int64_t size, T* y) {
+void rotate(const T* x, const Real* cos, const Real* sin, int64_t size, T* __restrict y) {
   const int64_t half = size / 2;
   for (int64_t j = 0; j < half; ++j) {
     const Real first = static_cast<Real>(to_double(load(x + j)));
@@ -62,16 +62,20 @@ struct Moments {
 
   template <class T>
   void add(const T* old_row, const T* new_row, int64_t size) {
-    for (int64_t j = 0; j < size; j += kLanes) {
-      const int64_t lanes = std::min<int64_t>(kLanes, size - j);
-      for (int lane = 0; lane < lanes; ++lane) {
-        const double x = to_double(load(old_row + j + lane)), y = to_double(load(new_row + j + lane));
-        before[lane] += x * x;
-        after[lane] += y * y;
-        both[lane] += x * y;
-        moved[lane] += (y - x) * (y - x);
-      }
+    int64_t j = 0;
+    for (; j + kLanes <= size; j += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) add_one(lane, old_row + j, new_row + j);
     }
+    for (int lane = 0; j + lane < size; ++lane) add_one(lane, old_row + j, new_row + j);
+  }
+
+  template <class T>
+  void add_one(int lane, const T* old_row, const T* new_row) {
+    const double x = to_double(load(old_row + lane)), y = to_double(load(new_row + lane));
+    before[lane] += x * x;
+    after[lane] += y * y;
+    both[lane] += x * y;
+    moved[lane] += (y - x) * (y - x);
   }
 
   static double sum(const double* x) { return (x[0] + x[1]) + (x[2] + x[3]); }
