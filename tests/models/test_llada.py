@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,73 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from dlmkern.models import LLaDAConfig, LLaDAModelLM, load_model
 from dlmkern.models.layers import attention
+from tests.models.support import DATA, PlainModel, ids
 
-DATA = Path(__file__).parents[1] / "data"
 Checkpoint = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
-def ids(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def naive_logits(folder: Path, input_ids: Tensor, config: LLaDAConfig) -> Tensor:
-    """LLaDA for one row [L], in float64, one head and one pair of rotated coordinates at a time."""
-    weights = {
-        name.removeprefix("model.transformer."): value.double()
-        for name, value in load_file(folder / "model.safetensors").items()
-    }
-    length = len(input_ids)
-    head_dim = config.d_model // config.n_heads
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        y = x @ weights[name + ".weight"].T
-        return y + weights[name + ".bias"] if name + ".bias" in weights else y
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        y = weights[name + ".weight"] * x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps)
-        return y + weights[name + ".bias"] if name + ".bias" in weights else y
-
-    def rotated(x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
-        half = head_dim // 2
-        for pair in range(half):
-            for position in range(length):
-                angle = position / config.rope_theta ** (2 * pair / head_dim)
-                a, b = x[position, pair].item(), x[position, pair + half].item()
-                y[position, pair] = a * math.cos(angle) - b * math.sin(angle)
-                y[position, pair + half] = a * math.sin(angle) + b * math.cos(angle)
-        return y
-
-    x = weights["wte.weight"][input_ids]
-    for layer in range(config.n_layers):
-        block = f"blocks.{layer}."
-        h = norm(x, block + "attn_norm")
-        q, k, v = (linear(h, block + name) for name in ("q_proj", "k_proj", "v_proj"))
-        heads = []
-        for head in range(config.n_heads):
-            shared = head * config.n_kv_heads // config.n_heads
-            own = slice(head * head_dim, (head + 1) * head_dim)
-            other = slice(shared * head_dim, (shared + 1) * head_dim)
-            scores = rotated(q[:, own]) @ rotated(k[:, other]).T / math.sqrt(head_dim)
-            heads.append(scores.softmax(-1) @ v[:, other])
-        x = x + linear(torch.cat(heads, -1), block + "attn_out")
-        h = norm(x, block + "ff_norm")
-        gate = linear(h, block + "ff_proj")
-        x = x + linear(gate / (1 + torch.exp(-gate)) * linear(h, block + "up_proj"), block + "ff_out")
-    x = norm(x, "ln_f")
-    logits = x @ weights["wte.weight"].T if config.weight_tying else linear(x, "ff_out")
-    return logits / math.sqrt(config.d_model) if config.scale_logits else logits
 
 
 @pytest.mark.parametrize("prompt", [0, 1])
@@ -104,11 +43,11 @@ def test_official_logits(prompt: int) -> None:
     ],
     ids=["grouped", "full", "multi-query", "qkv-bias", "bias", "tied-scaled"],
 )
-def test_against_naive_float64(checkpoint: Checkpoint, changes: dict[str, Any]) -> None:
+def test_against_plain_float64(checkpoint: Checkpoint, changes: dict[str, Any]) -> None:
     folder = checkpoint(**changes)
     model = load_model(folder, dtype="float64")
     input_ids = ids(2, 7)
-    expected = torch.stack([naive_logits(folder, row, model.config) for row in input_ids])
+    expected = torch.stack([*map(PlainModel(folder, model.config), input_ids)])
     torch.testing.assert_close(model(input_ids).logits, expected, rtol=0, atol=1e-9)
     single = load_model(folder)(input_ids).logits
     assert (single - expected).abs().max() < 1e-4

@@ -22,7 +22,13 @@ from transformers import PreTrainedTokenizerFast
 from dlmkern.models import load_model, load_tokenizer
 
 Checkpoint = Callable[..., Path]
-NAME = "model.transformer.blocks.1.k_proj.weight"
+# Of each model, a tensor of shape [16, 32], and one that it does not have.
+TENSORS = {
+    "llada": ("model.transformer.blocks.1.k_proj.weight", "model.transformer.wpe.weight"),
+    "Dream": ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.o_proj.bias"),
+}
+NAME = TENSORS["llada"][0]
+both_models = pytest.mark.parametrize("model_type", TENSORS)
 
 
 def shard(folder: Path) -> None:
@@ -92,8 +98,9 @@ def test_weights_do_not_depend_on_the_file_after_loading(checkpoint: Checkpoint)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_shards_equal_the_whole(checkpoint: Checkpoint) -> None:
-    folder = checkpoint()
+@both_models
+def test_shards_equal_the_whole(checkpoint: Checkpoint, model_type: str) -> None:
+    folder = checkpoint(model_type=model_type)
     whole = load_model(folder).state_dict()
     shard(folder)
     sharded = load_model(folder).state_dict()
@@ -142,8 +149,9 @@ def test_no_config(checkpoint: Checkpoint) -> None:
     [
         ("{", "config.json is not valid JSON"),
         ("[]", "config.json must hold a JSON object, got list"),
-        ("{}", "unknown model_type None, known: llada"),
-        ('{"model_type": "bert"}', "unknown model_type 'bert', known: llada"),
+        ("{}", "unknown model_type None, known: llada, Dream"),
+        ('{"model_type": "bert"}', "unknown model_type 'bert', known: llada, Dream"),
+        ('{"model_type": "dream"}', "unknown model_type 'dream', known: llada, Dream"),
         ('{"model_type": ["llada"]}', "unknown model_type"),
     ],
 )
@@ -161,17 +169,19 @@ def test_config_that_is_not_text(checkpoint: Checkpoint) -> None:
         load_model(folder)
 
 
-def test_no_mask_token(checkpoint: Checkpoint) -> None:
-    folder = checkpoint()
+@both_models
+def test_no_mask_token(checkpoint: Checkpoint, model_type: str) -> None:
+    folder = checkpoint(model_type=model_type)
     change_config(folder, mask_token_id=None)
     with pytest.raises(ValueError, match=r"config.json: field mask_token_id is missing"):
         load_model(folder)
 
 
-def test_unsupported_field(checkpoint: Checkpoint) -> None:
-    folder = checkpoint()
-    change_config(folder, alibi=True)
-    with pytest.raises(ValueError, match=r"config.json: config field alibi = True is not supported"):
+@pytest.mark.parametrize(("model_type", "field"), [("llada", "alibi"), ("Dream", "use_sliding_window")])
+def test_unsupported_field(checkpoint: Checkpoint, model_type: str, field: str) -> None:
+    folder = checkpoint(model_type=model_type)
+    change_config(folder, **{field: True})
+    with pytest.raises(ValueError, match=rf"config.json: config field {field} = True is not supported"):
         load_model(folder)
 
 
@@ -201,10 +211,11 @@ def test_damaged_header(checkpoint: Checkpoint) -> None:
         load_model(path.parent)
 
 
-def test_missing_tensor(checkpoint: Checkpoint) -> None:
-    folder = checkpoint()
-    change_weights(folder, **{NAME: None})
-    with pytest.raises(ValueError, match=f"missing tensors: {NAME}"):
+@both_models
+def test_missing_tensor(checkpoint: Checkpoint, model_type: str) -> None:
+    folder, (name, _) = checkpoint(model_type=model_type), TENSORS[model_type]
+    change_weights(folder, **{name: None})
+    with pytest.raises(ValueError, match=f"missing tensors: {re.escape(name)}$"):
         load_model(folder)
 
 
@@ -215,25 +226,28 @@ def test_many_missing_tensors(checkpoint: Checkpoint) -> None:
         load_model(folder)
 
 
-def test_unexpected_tensor(checkpoint: Checkpoint) -> None:
-    folder = checkpoint()
-    change_weights(folder, **{"model.transformer.wpe.weight": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"unexpected tensors: model\.transformer\.wpe\.weight"):
+@both_models
+def test_unexpected_tensor(checkpoint: Checkpoint, model_type: str) -> None:
+    folder, (_, absent) = checkpoint(model_type=model_type), TENSORS[model_type]
+    change_weights(folder, **{absent: torch.zeros(2)})
+    with pytest.raises(ValueError, match=f"unexpected tensors: {re.escape(absent)}$"):
         load_model(folder)
 
 
+@both_models
 @pytest.mark.parametrize("shape", [(32, 16), (16, 31), (512,), (1, 16, 32)])
-def test_wrong_shape(checkpoint: Checkpoint, shape: tuple[int, ...]) -> None:
-    folder = checkpoint()
-    change_weights(folder, **{NAME: torch.zeros(shape)})
-    with pytest.raises(ValueError, match=re.escape(f"{NAME} has shape {list(shape)}, expected [16, 32]")):
+def test_wrong_shape(checkpoint: Checkpoint, model_type: str, shape: tuple[int, ...]) -> None:
+    folder, (name, _) = checkpoint(model_type=model_type), TENSORS[model_type]
+    change_weights(folder, **{name: torch.zeros(shape)})
+    with pytest.raises(ValueError, match=re.escape(f"{name} has shape {list(shape)}, expected [16, 32]")):
         load_model(folder)
 
 
-def test_wrong_dtype(checkpoint: Checkpoint) -> None:
-    folder = checkpoint()
-    change_weights(folder, **{NAME: torch.zeros(16, 32, dtype=torch.int8)})
-    with pytest.raises(ValueError, match=f"{NAME} has dtype I8, not one of F64, F32, F16, BF16"):
+@both_models
+def test_wrong_dtype(checkpoint: Checkpoint, model_type: str) -> None:
+    folder, (name, _) = checkpoint(model_type=model_type), TENSORS[model_type]
+    change_weights(folder, **{name: torch.zeros(16, 32, dtype=torch.int8)})
+    with pytest.raises(ValueError, match=f"{re.escape(name)} has dtype I8, not one of F64, F32, F16, BF16"):
         load_model(folder)
 
 
@@ -291,6 +305,61 @@ def test_tokenizer(checkpoint: Checkpoint) -> None:
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     assert tokenizer("b a c")["input_ids"] == [1, 0, 2]
+
+
+def write_tokenizer_of_dream(folder: Path) -> None:
+    """As in the official checkpoints: two vocabulary files, and the class in code that comes with them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [*map(chr, printable), *(chr(256 + i) for i in range(256 - len(printable)))]
+    vocabulary = {token: i for i, token in enumerate([*letters, "th", "the"])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    special = {
+        str(len(vocabulary) + i): {"content": token, "special": True}
+        for i, token in enumerate(("<|endoftext|>", "<|mask|>"))
+    }
+    config = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": special,
+        "eos_token": "<|endoftext|>",
+        "mask_token": "<|mask|>",
+        "chat_template": "{% for message in messages %}<{{ message.content }}>{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenization_dream.py").write_text("raise AssertionError('this code must not run')")
+
+
+def test_tokenizer_of_dream(checkpoint: Checkpoint) -> None:
+    folder = checkpoint(model_type="Dream")
+    write_tokenizer_of_dream(folder)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    # A digit is a token of its own; an accent of its own (NFC) and a character of two bytes come back whole.
+    text = "the 12 cafe\u0301<|mask|>"
+    tokens = tokenizer(text)["input_ids"]
+    assert (tokens[0], tokens[-1], len(tokens)) == (257, 259, 11)
+    assert tokenizer.decode(tokens) == "the 12 caf\u00e9<|mask|>"
+    assert (tokenizer.eos_token_id, tokenizer.mask_token_id) == (258, 259)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "the"}], tokenize=False)
+    assert chat == "<the>"
+
+
+def test_code_of_a_tokenizer_is_not_run(checkpoint: Checkpoint) -> None:
+    folder = checkpoint()
+    write_tokenizer_of_dream(folder)
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    fields["tokenizer_class"] = "OtherTokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_tokenizer(folder)
+
+
+def test_damaged_tokenizer_config(checkpoint: Checkpoint) -> None:
+    folder = checkpoint()
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not valid JSON"):
+        load_tokenizer(folder)
 
 
 LARGE = {

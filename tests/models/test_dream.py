@@ -1,0 +1,211 @@
+"""The Dream forward pass against recorded official logits and an independent float64 implementation.
+
+What all models share is in `test_llada.py` and `test_kv_cache.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from dlmkern.models import DreamConfig, DreamModel, load_model
+from tests.models.support import DATA, DREAM, PlainModel, ids, random_weights
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def dream(checkpoint: Checkpoint) -> Checkpoint:
+    return lambda name="checkpoint", **changes: checkpoint(name, "Dream", **changes)
+
+
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_official_logits(prompt: int) -> None:
+    recorded = load_file(DATA / "dream_logits.safetensors")
+    input_ids, expected = (
+        recorded[f"seed0.prompt{prompt}.{key}"] for key in ("input_ids", "logits_raw_unshifted")
+    )
+    logits = load_model(DATA / "models/dream_seed0")(input_ids).logits
+    truth = load_model(DATA / "models/dream_seed0", dtype="float64")(input_ids).logits
+    assert logits.dtype == torch.float32
+    assert truth.dtype == torch.float64
+    assert (logits - expected).abs().max() <= 5e-5
+    assert (truth - expected).abs().max() <= 5e-5
+    # No further from the truth than the recorded float32 logits themselves, up to another order of summation.
+    assert (logits - truth).abs().max() <= 2 * (expected - truth).abs().max()
+    # The official generation moves them to the right; the first stays where it is.
+    shifted = torch.cat((logits[:, :1], logits[:, :-1]), dim=1)
+    assert (shifted - recorded[f"seed0.prompt{prompt}.logits_shifted"]).abs().max() <= 5e-5
+
+
+def test_logits_are_marked_as_shifted() -> None:
+    assert DreamModel.shifted_logits is True
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": None},
+        {"num_key_value_heads": 1},
+        {"tie_word_embeddings": True},
+    ],
+    ids=["grouped", "full", "full-by-default", "multi-query", "tied"],
+)
+def test_against_plain_float64(dream: Checkpoint, changes: dict[str, Any]) -> None:
+    folder = dream(**changes)
+    model = load_model(folder, dtype="float64")
+    input_ids = ids(2, 7)
+    expected = torch.stack([*map(PlainModel(folder, model.config), input_ids)])
+    torch.testing.assert_close(model(input_ids).logits, expected, rtol=0, atol=1e-9)
+    single = load_model(folder)(input_ids).logits
+    assert (single - expected).abs().max() < 1e-4
+
+
+def test_bfloat16(dream: Checkpoint) -> None:
+    folder = dream(stored=torch.bfloat16)
+    model = load_model(folder, dtype="bfloat16")
+    weights = load_file(folder / "model.safetensors")
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], value) for name, value in weights.items())
+    logits = model(ids(2, 9)).logits
+    truth = load_model(folder, dtype="float64")(ids(2, 9)).logits
+    assert logits.dtype == torch.bfloat16
+    # Eight bits of mantissa, a few dozen roundings deep.
+    assert (logits - truth).abs().max() < 0.05 * truth.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rotation_in_the_models_dtype(dtype: torch.dtype) -> None:
+    """As in the official code, where bfloat16 cosines and sines are the float32 ones, rounded."""
+    model = DreamModel(DreamConfig(**DREAM)).to(dtype)
+    cos, sin = model.rope(torch.tensor([0, 3, 39]))
+    assert (cos.dtype, sin.dtype) == (dtype, dtype)
+    angle = torch.tensor(39.0, dtype=torch.float64) / 500 ** (2 / 8)
+    for table, exact in ((cos, angle.cos()), (sin, angle.sin())):
+        assert table.shape == (3, 8)
+        # An angle of float32 is off by up to 2e-6 where it is 8.
+        assert (table[2, [1, 5]] - exact).abs().max() <= torch.finfo(dtype).eps / 2 + (
+            0 if dtype == torch.float64 else 2e-6
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_padded_batch_equals_solo(dream: Checkpoint, dtype: str) -> None:
+    model = load_model(dream(), dtype=dtype)
+    lengths = torch.tensor([9, 14, 1, 20])
+    batch = ids(4, 20)
+    mask = torch.arange(20) < lengths[:, None]
+    tolerance = {"float32": 2e-5, "float64": 1e-12, "bfloat16": 0.2}[dtype]
+    logits = model(batch, lengths=lengths).logits
+    for row, length in enumerate(lengths.tolist()):
+        solo = model(batch[row : row + 1, :length]).logits[0]
+        torch.testing.assert_close(logits[row, :length], solo, rtol=0, atol=tolerance)
+    elsewhere = torch.where(mask, batch, (batch + 1) % 50)
+    assert torch.equal(model(elsewhere, lengths=lengths).logits[mask], logits[mask])
+
+
+def test_longest_sequence(dream: Checkpoint) -> None:
+    model = load_model(dream())
+    assert model(ids(1, 40)).logits.shape == (1, 40, 64)
+    with pytest.raises(ValueError, match="41 tokens exceed max_sequence_length = 40"):
+        model(ids(1, 41))
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM])
+def test_auto_classes(auto: type) -> None:
+    folder = DATA / "models/dream_seed0"
+    model = auto.from_pretrained(folder)
+    assert type(model) is DreamModel
+    input_ids = ids(1, 9)
+    assert torch.equal(model(input_ids).logits, load_model(folder)(input_ids).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_save_pretrained_round_trip(dream: Checkpoint, tmp_path: Path, tied: bool) -> None:
+    model = load_model(dream(tie_word_embeddings=tied, initializer_range=0.5))
+    model.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved")
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+    # The official code's defaults are others, so the file must state the whole architecture, by its names.
+    written = json.loads((tmp_path / "saved/config.json").read_text())
+    assert DREAM.items() <= written.items()
+    assert (written["hidden_act"], written["use_sliding_window"]) == ("silu", False)
+    assert (written["tie_word_embeddings"], written["initializer_range"]) == (tied, 0.5)
+    assert (
+        not {"n_layers", "n_kv_heads", "embedding_size", "max_sequence_length", "head_dim"} & written.keys()
+    )
+    input_ids = ids(1, 9)
+    assert torch.equal(again(input_ids).logits, model(input_ids).logits)
+
+
+def test_tied_weights_leave_no_room_for_a_head(dream: Checkpoint) -> None:
+    folder = dream()
+    fields = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"unexpected tensors: lm_head\.weight"):
+        load_model(folder)
+
+
+def test_defaults_are_the_7b_model() -> None:
+    config = DreamConfig()
+    with torch.device("meta"):
+        model = DreamModel(config)
+    assert sum(p.numel() for p in model.parameters()) == 7_615_616_512
+    assert (config.n_layers, config.n_kv_heads, config.head_dim) == (28, 4, 128)
+    assert (config.embedding_size, config.max_sequence_length) == (152064, 131072)
+    assert (config.mask_token_id, config.eos_token_id) == (151666, 151643)
+
+
+def test_new_models_are_usable() -> None:
+    """Random initial weights, with biases of zero, give logits of a sensible size."""
+    torch.manual_seed(0)
+    model = DreamModel(DreamConfig(**DREAM))
+    assert all((p == 0).all() for name, p in model.named_parameters() if name.endswith("bias"))
+    assert model.state_dict().keys() == random_weights(DREAM).keys()
+    assert 0.1 < model(ids(2, 9)).logits.std() < 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+        ("attention_dropout", 0.1),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
+        ("hidden_size", 0),
+        ("hidden_size", "32"),
+        ("hidden_size", 36),
+        ("num_hidden_layers", True),
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", 0),
+        ("max_position_embeddings", None),
+        ("rope_theta", -1.0),
+        ("rms_norm_eps", float("nan")),
+        ("tie_word_embeddings", None),
+        ("mask_token_id", 64),
+        ("bos_token_id", 2.0),
+        ("eos_token_id", -1),
+        ("pad_token_id", True),
+    ],
+)
+def test_unsupported_config_names_the_field(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"config field {field} (= |is not supported)"):
+        DreamConfig(**{**DREAM, field: value})
+
+
+def test_a_sliding_window_that_is_not_used(dream: Checkpoint) -> None:
+    expected = load_model(dream())(ids(1, 9)).logits
+    folder = dream("windowed", sliding_window=4, max_window_layers=0, rope_scaling=None)
+    assert torch.equal(load_model(folder)(ids(1, 9)).logits, expected)
