@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint format readme bench quality gpu-check clean
+.PHONY: help install demo test fidelity lint format readme bench quality gpu-check clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -34,6 +34,9 @@ demo: install ## DepCap beside two baselines on the embedded model, and one answ
 
 test: install ## every test; TEST="-k kl" passes options to pytest
 	@$(BIN)/python -m tests.run $(TEST)
+
+fidelity: install ## every recorded decoding of the official code, with counts (minutes)
+	$(BIN)/python -m pytest tests/decoders/test_recorded.py --all-recorded -n 2 -rP
 
 lint: $(VENV)/requirements ## style and types, as CI checks them
 	$(BIN)/ruff check .

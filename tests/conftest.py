@@ -45,6 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAMES",
         help="fail unless at least one test passed or failed on each of these backends",
     )
+    group.addoption(
+        "--all-recorded",
+        action="store_true",
+        help="decode everything that was recorded, not some of each kind",
+    )
 
 
 def legs(config: pytest.Config) -> list[str]:

@@ -57,18 +57,33 @@ def same(a: GenerationOutput, b: GenerationOutput, row_a: int, row_b: int) -> bo
     )
 
 
-def recorded(name: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Prompts and uncached decodings by the official code of LLaDA, Fast-dLLM and DepCap.
+RECORDED = {
+    "llada_traces": "llada_seed0",
+    "chains4_traces": "chains4",
+    "dream_traces": "dream_seed0",
+    "depcap_llada_traces": "llada_seed0",
+    "depcap_dream_traces": "dream_seed0",
+}
+"""Files of decodings by the official code of LLaDA, Dream, Fast-dLLM and DepCap, and their models."""
 
-    The factor rule and the caches are left out.
-    """
+
+def recorded(name: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Prompts and decodings of a file."""
     with gzip.open(DATA / f"{name}.json.gz", "rt") as file:
         data = json.load(file)
-    traces = [t for t in data["traces"] if t["fn"] == "generate" and t.get("mode") != "factor"]
-    return data["prompts"], traces
+    return data["prompts"], data["traces"]
+
+
+def kind(trace: dict[str, Any]) -> str:
+    """What the decoding is an example of."""
+    if "impl" not in trace:
+        return f"{trace['fn']}, {trace.get('mode') or trace['block']}"
+    cache = "" if "dual_cache" not in trace else ", dual" if trace["dual_cache"] else ", prefix"
+    return f"{trace['impl']}, {trace['alg']}{cache}"
 
 
 def decoder_of(trace: dict[str, Any], compat: str | None) -> d.Decoder:
+    cache = {"prefix": "prefix", "dual": "dual"}.get(trace.get("fn", ""))
     if "L_min" in trace:
         return d.depcap(
             lam=trace["lambda_u"],
@@ -79,19 +94,35 @@ def decoder_of(trace: dict[str, Any], compat: str | None) -> d.Decoder:
             gamma=trace["gamma"],
             kl="topk",
             topk=trace["topk_cache"],
+            cache=cache,
+            compat=compat,
+        )
+    if "impl" in trace:
+        if "block_length" in trace:
+            cache = "dual" if trace["dual_cache"] else "prefix"
+        return d.dream(
+            trace["alg"],
+            trace["steps"],
+            trace.get("block_length"),
+            cache,
+            tau=trace.get("threshold", 0.9),
             compat=compat,
         )
     if trace["mode"] == "steps":
-        return d.vanilla(trace["block_length"], trace["steps"], compat=compat)
-    return d.threshold(trace["threshold"], trace["block_length"], compat=compat)
+        return d.vanilla(trace["block_length"], trace["steps"], cache, compat=compat)
+    if trace["mode"] == "threshold":
+        return d.threshold(trace["threshold"], trace["block_length"], cache, compat=compat)
+    return d.factor(trace["factor"], trace["block_length"], cache, compat=compat)
 
 
 def equals(output: GenerationOutput, prompt: list[int], trace: dict[str, Any]) -> bool:
     ids = trace["ids"] if "ids" in trace else prompt + trace["answer_ids"]
-    blocks = trace.get("block_lengths") or block_lengths(trace["gen_length"], trace["block_length"])
+    blocks = trace.get("block_lengths") or block_lengths(
+        trace["gen_length"], trace.get("block_length", trace["gen_length"])
+    )
     return (
         output.sequences[0].tolist() == ids
-        and output.nfe.tolist() == [trace["nfe"]] == [trace["nfe_forwards"]]
+        and output.nfe.tolist() == [trace["nfe_forwards"]]
         and output.step_map[0].tolist() == trace["decided_at_forward"]
         and output.block_lengths[0] == blocks
     )
