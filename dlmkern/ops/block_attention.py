@@ -71,6 +71,6 @@ def block_attention(
         scale = 1.0 / math.sqrt(size)
     elif not _check.is_number(scale):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
-    elif not math.isfinite(scale):
+    elif not math.isfinite(scale := _check.as_float("scale", scale)):
         raise ValueError(f"scale: expected a finite number, got {scale}")
-    return BlockAttention(*_op(q, k, v, lengths, float(scale)))
+    return BlockAttention(*_op(q, k, v, lengths, scale))
