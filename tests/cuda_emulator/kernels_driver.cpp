@@ -286,7 +286,7 @@ void run_kv_block_write(int dtype, CacheShape shape, Layout layout, int table_dt
   // Distinct, some outside the cache.
   std::int64_t place = 0;
   const Tensor positions =
-      std::move(Tensor(DLMKERN_INT64, {B, n}, {2, 0, 0}).fill([&] { return place++ % (L + 3) - 2; }));
+      std::move(Tensor(DLMKERN_INT64, {B, n}, {2, 0, 0}).fill([&] { return place++ % (L + 2) - 1; }));
   const dlmkern_view* const absent = nullptr;
   check("kv_block_write",
         dlmkern_cuda_kv_block_write(k_cache, v_cache, k, v, positions, absent, absent, drift, nullptr));
@@ -332,6 +332,8 @@ int main(int argc, char** argv) {
         run_kv_block_write(dtype, {2, 2, 5, 3, 32}, each, table_dtype);
         run_kv_block_write(dtype, {1, 3, 4, 2, 6}, each, table_dtype);
       }
+      run_kv_block_write(dtype, {1, 2, 4, 2, 32}, {1, 0, 1}, table_dtype);    // aligned but for the start
+      run_kv_block_write(dtype, {1, 2, 4, 2, 24}, kLayouts[0], table_dtype);  // or for half a row of 16 bits
       run_kv_block_write(dtype, {2, 9, 5, 4, 64}, kLayouts[0], table_dtype);  // several elements a thread
     }
     run_kv_block_write(dtype, {1, 2, 3, 5, 5}, kLayouts[0], DLMKERN_FLOAT32);
