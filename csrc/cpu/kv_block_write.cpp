@@ -129,7 +129,8 @@ void write_position(const Arguments& a, int64_t b, int64_t i, const Buffers<T, R
 
 template <class T, class Real>
 void run(const Arguments& a) {
-  const int64_t B = a.k.shape[0], H = a.k.shape[1], n = a.k.shape[2], d = a.k.shape[3];
+  const int64_t B = a.k.shape[0], H = a.k.shape[1], n = a.k.shape[2];
+  const int64_t d = H == 0 ? 0 : a.k.shape[3];
   const bool worth = B * n > 1 && B * H * n * d > kParallelWork;
   const int64_t threads = worth ? thread_count() : 1;
   std::vector<T> rows(static_cast<size_t>(threads * 3 * d));

@@ -71,6 +71,7 @@ struct Tensor {
     return *this;
   }
 
+  // Integers from -1 to V.
   Tensor& tokens(int64_t V) {
     for (int64_t i = 0; i < count(); ++i) set(i, static_cast<int64_t>(generator() % (V + 2)) - 1);
     return *this;
@@ -142,6 +143,35 @@ void select(int dtype, int64_t B, int64_t n, double special) {
   }
 }
 
+void select_by_confidence(int dtype, int64_t B, int64_t n, double special) {
+  Tensor confidence(dtype, {B, n}, 1), mask(DLMKERN_BOOL, {B, n}), p(DLMKERN_FLOAT64, {B}, 1);
+  Tensor selected(DLMKERN_BOOL, {B, n});
+  confidence.fill(special), mask.fill(0), p.fill(special);
+  for (const int rule : {0, 1, 2, 3}) {
+    expect_ok(dlmkern_cpu_confidence_select(confidence, mask, p, rule, selected));
+    expect_ok(dlmkern_cpu_confidence_select(confidence, nullptr, p, rule, selected));
+  }
+}
+
+void write_cache(int dtype, int64_t B, int64_t n, double special) {
+  const int64_t H = 3, L = n / 2 + 1;
+  for (const int64_t d : {0, 1, 2, 6, 18}) {
+    Tensor k_cache(dtype, {B, H, L, d}, 1), v_cache(dtype, {B, H, L, d}, 1);
+    Tensor k(dtype, {B, H, n, d}, 1), v(dtype, {B, H, n, d}, 1), positions(DLMKERN_INT64, {B, n}, 1);
+    Tensor drift(DLMKERN_FLOAT32, {4, B, n}, 1);
+    k_cache.fill(special), v_cache.fill(special), k.fill(special), v.fill(special), positions.tokens(L);
+    expect_ok(dlmkern_cpu_kv_block_write(k_cache, v_cache, k, v, positions, nullptr, nullptr, nullptr));
+    expect_ok(dlmkern_cpu_kv_block_write(k_cache, v_cache, k, v, positions, nullptr, nullptr, drift));
+    for (const int table : {DLMKERN_FLOAT32, DLMKERN_FLOAT64}) {
+      if (d % 2 != 0) continue;
+      Tensor cos(table, {L, d}, 1), sin(table, {L, d}, 1);
+      cos.fill(special), sin.fill(special);
+      expect_ok(dlmkern_cpu_kv_block_write(k_cache, v_cache, k, v, positions, cos, sin, nullptr));
+      expect_ok(dlmkern_cpu_kv_block_write(k_cache, v_cache, k, v, positions, cos, sin, drift));
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -151,7 +181,11 @@ int main() {
       for (const double special : {0.0, 0.001, 0.3}) {
         for (const int64_t V : {1, 2, 3, 31, 33, 1025, 1039, 2049, 4127}) scan(dtype, V % 3, V, special);
         scan(dtype, 1, 33003, special);
-        for (const int64_t n : {0, 1, 2, 33, 70}) select(dtype, 2, n, special);
+        for (const int64_t n : {0, 1, 2, 33, 70}) {
+          select(dtype, 2, n, special);
+          write_cache(dtype, 2, n, special);
+          if (dtype <= DLMKERN_FLOAT32) select_by_confidence(dtype, 2, n, special);
+        }
       }
     }
   }

@@ -11,6 +11,7 @@ import pytest
 from tests.cpu.capi import DTYPE, NULL, OK, SHAPE, UNAVAILABLE, VALUE, Array, Library, view
 
 B, N, V, K = 2, 3, 5, 4
+HEADS, LENGTH, SIZE = 2, 7, 4
 
 
 def floats(*shape: int) -> Array:
@@ -64,6 +65,22 @@ FUNCTIONS: dict[str, tuple[Callable[[], list[Any]], set[int], set[int]]] = {
         lambda: [floats(B, N), floats(B, N), ints(B), floats(B), ints(B), ints(B), 0, ints(B)],
         {7},
         set(),
+    ),
+    "cpu_confidence_select": (
+        lambda: [floats(B, N), bools(B, N), floats(B), 1, bools(B, N)],
+        {4},
+        {1},
+    ),
+    "cpu_kv_block_write": (
+        lambda: [
+            *(floats(B, HEADS, LENGTH, SIZE), floats(B, HEADS, LENGTH, SIZE)),
+            *(floats(B, HEADS, N, SIZE), floats(B, HEADS, N, SIZE)),
+            np.tile(np.arange(N), (B, 1)),
+            *(floats(LENGTH, SIZE), floats(LENGTH, SIZE)),
+            floats(4, B, N).astype(np.float32),
+        ],
+        {0, 1, 7},
+        {7},
     ),
 }
 TENSORS = [
@@ -124,6 +141,42 @@ def test_block_lengths(library: Library, position: int, value: int) -> None:
     assert library.call("cpu_depga_block", *arguments) == VALUE
 
 
+@pytest.mark.parametrize("rule", [-1, 4])
+def test_rules(library: Library, rule: int) -> None:
+    arguments = FUNCTIONS["cpu_confidence_select"][0]()
+    arguments[3] = rule
+    assert library.call("cpu_confidence_select", *arguments) == VALUE
+
+
+def test_rotary_tables(library: Library) -> None:
+    def call(**changes: Any) -> Any:
+        arguments = FUNCTIONS["cpu_kv_block_write"][0]()
+        for position, value in changes.items():
+            arguments[int(position.removeprefix("at"))] = value
+        return library.call("cpu_kv_block_write", *arguments)
+
+    longer, shorter = floats(LENGTH + 1, SIZE), floats(LENGTH - 1, SIZE)
+    assert call(at5=None, at6=None) == OK
+    assert call(at5=longer, at6=longer) == OK
+    assert call(at5=shorter, at6=shorter) == SHAPE
+    assert call(at5=longer) == SHAPE
+    assert call(at5=floats(LENGTH, SIZE).astype(np.float32)) == DTYPE
+    odd = [floats(B, HEADS, count, 3) for count in (LENGTH, LENGTH, N, N)]
+    changes = {f"at{position}": value for position, value in enumerate(odd)}
+    assert call(**changes, at5=floats(LENGTH, 3), at6=floats(LENGTH, 3)) == SHAPE
+    assert call(**changes, at5=None, at6=None) == OK
+
+
+def test_sizes_without_elements(library: Library) -> None:
+    """A head size beyond any memory, of no heads."""
+    arguments = FUNCTIONS["cpu_kv_block_write"][0]()
+    for position in range(4):
+        shape = arguments[position].shape
+        arguments[position] = view(arguments[position], shape=(B, 0, shape[2], 2**62))
+    arguments[5:7] = None, None
+    assert library.call("cpu_kv_block_write", *arguments) == OK
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nothing_to_do(library: Library, name: str) -> None:
     """B = 0, with the null pointers that empty tensors have."""
@@ -131,6 +184,8 @@ def test_nothing_to_do(library: Library, name: str) -> None:
     for position, value in enumerate(arguments):
         if isinstance(value, np.ndarray):
             arguments[position] = view(value[:0], data=None)
+    if name == "cpu_kv_block_write":  # whose drift and tables begin with other sizes
+        arguments[5:] = None, None, view(floats(4, 0, N).astype(np.float32), data=None)
     assert library.call(name, *arguments) == OK
 
 

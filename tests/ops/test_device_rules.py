@@ -50,6 +50,8 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
     numbers, counts = statistics[:, 0], tokens[:, 0]
     conflict = torch.zeros((B, N, N), dtype=torch.bool, device=device)
     ids = torch.zeros((B, N, K), dtype=torch.int64, device=device)
+    cache, table = torch.zeros((B, 2, 9, 4), device=device), torch.zeros((9, 4), device=device)
+    block = cache[:, :, :N]
     return {
         "token_stats": (logits, logits, tokens, 3, torch.float32),
         "conflict_matrix": (logits, tokens, statistics),
@@ -58,6 +60,9 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
         "topk_snapshot": (logits, K, 3),
         "topk_kl": (ids, ids.double(), ids, ids.double(), statistics),
         "depga_block": (statistics, statistics, counts, numbers, counts, counts, True),
+        "confidence_select": (statistics, flags, numbers, 3),
+        "kv_block_write": (cache, cache.clone(), block, block, tokens, table, table, True),
+        "block_attention": (block, cache[:, :1], cache[:, 1:], counts, 0.5),
     }
 
 
@@ -79,6 +84,12 @@ def public_calls() -> dict[str, Callable[[], Any]]:
     def numbers(dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(B, dtype=dtype, device=FAKE)
 
+    def cache(length: int = 9) -> Tensor:
+        return torch.zeros((B, 2, length, 4), device=FAKE)
+
+    def write(**options: Any) -> Any:
+        return dlmkern.kv_block_write(cache(), cache(), cache(N), cache(N), rows(FAKE, counts), **options)
+
     counts = torch.int64
     return {
         "token_stats": lambda: dlmkern.token_stats(logits(), logits(), prev_rows=rows(FAKE, counts)),
@@ -93,6 +104,13 @@ def public_calls() -> dict[str, Callable[[], Any]]:
         "depga_block": lambda: dlmkern.depga_block(
             rows(FAKE), rows(FAKE), numbers(counts), numbers(), numbers(counts), numbers(counts)
         ),
+        "confidence_select": lambda: dlmkern.confidence_select(logits(), rows(FAKE, torch.bool)),
+        "confidence_select by row": lambda: dlmkern.confidence_select(
+            confidence=rows(FAKE), rule="schedule", count=numbers(counts)
+        ),
+        "kv_block_write": write,
+        "kv_block_write with drift": lambda: write(rope=(cache()[0, 0], cache()[0, 0]), drift=True),
+        "block_attention": lambda: dlmkern.block_attention(cache(N), cache(), cache(), numbers(counts)),
     }
 
 
