@@ -44,7 +44,7 @@ class OldShelf(Shelf):
 
 
 def calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Every op with the arrays that it takes."""
+    """Every op that writes to none of its arguments, with the arrays that it takes."""
     cpu = torch.device("cpu")
     x, y = (make_logits((2, 5, 12), torch.float32, cpu, seed) for seed in (1, 2))
     stats = dlmkern.token_stats(x)
@@ -64,6 +64,9 @@ def calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (dlmkern.topk_snapshot, (x, 4), {}),
         (dlmkern.topk_kl, (now, before), {}),
         (dlmkern.depga_block, (x[..., 0].abs(), y[..., 0].abs(), torch.tensor([5, 9])), {"l_min": 1}),
+        (dlmkern.confidence_select, (x, mask), {"tau": numbers}),
+        (dlmkern.confidence_select, (), {"confidence": stats.confidence, "rule": "schedule", "count": 2}),
+        (dlmkern.block_attention, (x[:, None], y[:, None], y[:, None], torch.tensor([3, 5])), {}),
     ]
 
 
@@ -155,6 +158,59 @@ def test_read_only_memory_is_shared_not_copied() -> None:
     x.flags.writeable = False
     assert to_tensor("x", x).data_ptr() == x.ctypes.data
     assert to_tensor("x", Shelf(x)).data_ptr() == x.ctypes.data
+
+
+def test_arrays_are_written_in_place() -> None:
+    """kv_block_write, through the memory of the arrays or not at all."""
+    caches = [np.zeros((1, 2, 5, 4), dtype=np.float32) for _ in range(2)]
+    k, v = (np.random.default_rng(seed).standard_normal((1, 2, 3, 4), dtype=np.float32) for seed in (1, 2))
+    positions = np.array([[4, -1, 0]], dtype=np.int32)
+    table = np.ones((5, 4), dtype=np.float32), np.zeros((5, 4), dtype=np.float32)
+    for kind in (np.asarray, Shelf):
+        for cache in caches:
+            cache[:] = 0
+        drift = dlmkern.kv_block_write(
+            *(kind(x) for x in (*caches, k, v, positions)),
+            rope=tuple(kind(x) for x in table),
+            drift=True,
+        )
+        for cache, new in zip(caches, (k, v), strict=True):
+            np.testing.assert_array_equal(cache[:, :, [4, 0]], new[:, :, [0, 2]])
+            assert not cache[:, :, 1:4].any()
+        for part in drift:
+            assert isinstance(part, np.ndarray if kind is np.asarray else Shelf)
+    slices = np.zeros((2, 1, 5, 2, 9), dtype=np.float32).swapaxes(2, 3)[..., 1::2]
+    assert dlmkern.kv_block_write(*slices, k, v, positions) is None
+    np.testing.assert_array_equal(slices[:, :, :, [4, 0]], np.stack((k, v))[:, :, :, [0, 2]])
+
+
+def test_arrays_that_cannot_be_written_in_place() -> None:
+    class Copies(Shelf):
+        def __dlpack__(self, **arguments: Any) -> Any:
+            return self.array.__dlpack__(**arguments | {"copy": True})
+
+    cache = np.zeros((1, 2, 5, 4), dtype=np.float32)
+    k = np.ones((1, 2, 3, 4), dtype=np.float32)
+    positions = np.array([[4, -1, 0]])
+    read_only = cache.copy()
+    read_only.flags.writeable = False
+    shelved = tuple(Shelf(x) for x in (k, k, positions))
+    for bad, others, message in (
+        (read_only, (k, k, positions), "cannot be written in place: it is read-only"),
+        (cache[::-1, ::-1], (k, k, positions), "cannot be written in place: .*negative strides"),
+        (cache.astype(">f4"), (k, k, positions), "cannot be written in place: .*byte order"),
+        (Shelf(read_only), shelved, "cannot be written in place: it is read-only"),
+        (Copies(cache), shelved, "cannot be written in place: it is a copy"),
+        (OldShelf(cache), shelved, "cannot be written in place: .*cannot say whether it may be written"),
+    ):
+        good = cache if isinstance(bad, np.ndarray) else Shelf(cache)
+        with pytest.raises(TypeError, match=f"k_cache: .*{message}"):
+            dlmkern.kv_block_write(bad, good, *others)
+        with pytest.raises(TypeError, match=f"v_cache: .*{message}"):
+            dlmkern.kv_block_write(good, bad, *others)
+    assert not cache.any()
+    with pytest.raises(TypeError, match=r"v: expected the same kind of array as k \(torch\), got numpy"):
+        dlmkern.kv_block_write(cache, cache.copy(), torch.from_numpy(k), k, positions)
 
 
 def test_mask_token_and_number_dtypes() -> None:
