@@ -82,8 +82,8 @@ def _function(backend: str, op: str, device: str, dtype: torch.dtype) -> Callabl
     if backend == "reference":
         return getattr(importlib.import_module("dlmkern.reference"), op)  # type: ignore[no-any-return]
     if backend == "triton":
-        if dtype == torch.float64 and op == "token_stats":
-            raise refuse("it takes float32, bfloat16 and float16 logits, not float64")
+        if dtype == torch.float64 and op in ("token_stats", "block_attention"):
+            raise refuse("it takes float32, bfloat16 and float16, not float64")
         return _triton_function(op, device, refuse)
     from dlmkern.backends import native
 
