@@ -66,7 +66,7 @@ def confidence_select_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])
-def last_rank_kernel(confidence_ptr, mask_ptr, parameter_ptr, selected_ptr, n, BLOCK: tl.constexpr):
+def last_rank_kernel(confidence_ptr, mask_ptr, selected_ptr, n, BLOCK: tl.constexpr):
     """FACTOR_OFFICIAL: where one candidate is left over, the last in rank goes in as well."""
     batch = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -78,9 +78,7 @@ def last_rank_kernel(confidence_ptr, mask_ptr, parameter_ptr, selected_ptr, n, B
     left = tl.sum((candidate & (selected == 0)).to(tl.int32), 0)
     lowest = tl.min(tl.where(candidate, confidence, float("inf")), 0)
     last = tl.max(tl.where(candidate & (confidence == lowest), i, -1), 0)
-    parameter = tl.load(parameter_ptr + batch)
-    last = tl.where(parameter == parameter, tl.where(left == 1, last, -1), -1)
-    tl.store(selected_ptr + batch * n + i, selected | (i == last), mask=i < n)
+    tl.store(selected_ptr + batch * n + i, selected | (i == tl.where(left == 1, last, -1)), mask=i < n)
 
 
 def plan(
@@ -94,7 +92,6 @@ def plan(
     arguments = {
         "confidence_ptr": confidence.contiguous(),
         "mask_ptr": None if mask is None else mask.contiguous(),
-        "parameter_ptr": parameter.contiguous(),
         "selected_ptr": selected,
         "n": n,
     }
@@ -103,7 +100,7 @@ def plan(
     rank = Launch(
         confidence_select_kernel,
         (B, triton.cdiv(n, block)),
-        arguments | {"RULE": rule, "BLOCK": block},
+        arguments | {"parameter_ptr": parameter.contiguous(), "RULE": rule, "BLOCK": block},
         block // 8,
     )
     if rule != FACTOR_OFFICIAL:

@@ -17,11 +17,11 @@ _TILE = 1024  # numbers in the tile of half rows that a program holds at a time
 
 
 @triton.jit
-def _table_row(table_ptr, lane, half, d, stride_d):
+def _table_row(table_ptr, known, lane, half, d, stride_d):
     """Both halves of a row of a rotary table."""
-    low = tl.load(table_ptr + lane * stride_d, mask=lane < half, other=0.0)[None, :]
-    high = tl.load(table_ptr + (half + lane) * stride_d, mask=half + lane < d, other=0.0)[None, :]
-    return low, high
+    low = tl.load(table_ptr + lane * stride_d, mask=known & (lane < half), other=0.0)
+    high = tl.load(table_ptr + (half + lane) * stride_d, mask=known & (half + lane < d), other=0.0)
+    return low[None, :], high[None, :]
 
 
 @triton.jit
@@ -64,8 +64,8 @@ def _write(
         new_high = tl.load(source + half * stride_d, mask=in_high, other=0.0)
         if cos_ptr is not None:
             x, y = wide(new_low), wide(new_high)
-            cos_low, cos_high = _table_row(cos_ptr, lane, half, d, cos_stride_d)
-            sin_low, sin_high = _table_row(sin_ptr, lane, half, d, sin_stride_d)
+            cos_low, cos_high = _table_row(cos_ptr, known, lane, half, d, cos_stride_d)
+            sin_low, sin_high = _table_row(sin_ptr, known, lane, half, d, sin_stride_d)
             new_low = narrow(x * cos_low - y * sin_low, cache_ptr.dtype.element_ty)
             new_high = narrow(y * cos_high + x * sin_high, cache_ptr.dtype.element_ty)
         if drift_ptr is not None:
@@ -131,9 +131,8 @@ def kv_block_write_kernel(
         drift_ptr += row + tl.program_id(2) * 2 * tl.num_programs(0)
     if tl.program_id(2) == 0:
         if cos_ptr is not None:
-            table_row = tl.where(known, place, 0)
-            cos_ptr += table_row * cos_stride_l
-            sin_ptr += table_row * sin_stride_l
+            cos_ptr += place * cos_stride_l
+            sin_ptr += place * sin_stride_l
         _write(
             k_cache_ptr + batch * k_cache_stride_b + place * k_cache_stride_l,
             k_ptr + batch * k_stride_b + i * k_stride_n,
