@@ -41,10 +41,11 @@ class Decoder:
     compat: str | None = None
 
     def __post_init__(self) -> None:
-        for name, method in (("blocks", "open"), ("unmask", "select")):
+        for name, methods in (("blocks", ("open", "window")), ("unmask", ("select", "score"))):
             choice = getattr(self, name)
-            if isinstance(choice, type) or not hasattr(choice, method):
-                raise ValueError(f"{name} must be an object with a method {method}(), got {choice!r}")
+            for method in methods:
+                if isinstance(choice, type) or not hasattr(choice, method):
+                    raise ValueError(f"{name} must be an object with a method {method}(), got {choice!r}")
         if self.revise is not None:
             raise ValueError(f"revise must be None, got {self.revise!r}")
         object.__setattr__(self, "cache", find_cache(self.cache))

@@ -42,12 +42,22 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "length is a bool": ({"gen_length": True}, TypeError, "gen_length must be an int, got True"),
     "empty vocabulary": ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1"),
     "large vocabulary": ({"vocab_size": VOCAB + 1}, ValueError, "12 logits .* fewer than vocab_size = 13"),
-    "unknown decoder": ({"decoder": "magic"}, ValueError, "'magic', known: vanilla, threshold, depcap"),
+    "unknown decoder": (
+        {"decoder": "magic"},
+        ValueError,
+        "'magic', known: vanilla, threshold, factor, dream, dep",
+    ),
     "no decoder": ({"decoder": None}, TypeError, "decoder must be a name or a Decoder, got NoneType"),
     "negative temperature": ({"temperature": -0.1}, ValueError, "temperature must be a finite .* got -0.1"),
     "nan temperature": ({"temperature": float("nan")}, ValueError, "temperature must be a finite"),
     "infinite temperature": ({"temperature": float("inf")}, ValueError, "temperature must be a finite"),
     "text temperature": ({"temperature": "1"}, TypeError, "temperature must be a number, got str"),
+    "top_p 0": ({"top_p": 0}, ValueError, r"top_p must lie in \(0, 1\], got 0"),
+    "top_p 1.5": ({"top_p": 1.5}, ValueError, r"top_p must lie in \(0, 1\], got 1.5"),
+    "top_p nan": ({"top_p": float("nan")}, ValueError, "top_p must lie in"),
+    "top_p text": ({"top_p": "1"}, TypeError, "top_p must be a number, got str"),
+    "top_k 0": ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+    "top_k 2.0": ({"top_k": 2.0}, TypeError, "top_k must be an int, got 2.0"),
     "few seeds": ({"seed": [1]}, ValueError, "2 rows, 1 seeds"),
     "float seed": ({"seed": 1.5}, TypeError, "seed must be an int or a list of them, got float"),
     "float seeds": ({"seed": [1, 1.5]}, TypeError, "seed must be an int, got 1.5"),
@@ -94,6 +104,21 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "number of blocks, 2, and gen_length, 6; got 1",
     ),
+    "dream steps and blocks": (
+        {"decoder": d.dream(steps=3, block_length=3)},
+        ValueError,
+        "steps must be a multiple of the number of blocks, 2, got steps = 3",
+    ),
+    "dream steps without blocks": (
+        {"decoder": d.Decoder(d.DepGABlocks(), d.DreamSchedule(steps=4))},
+        ValueError,
+        "steps needs blocks whose number is known",
+    ),
+    "official steps": (
+        {"decoder": d.dream("confidence_threshold", 4, compat="official")},
+        ValueError,
+        "steps must divide gen_length = 6, got steps = 4",
+    ),
     "steps without blocks": (
         {"decoder": d.Decoder(d.DepGABlocks(), d.OnePerStep(steps=4))},
         ValueError,
@@ -107,6 +132,11 @@ def test_generate(name: str) -> None:
     changes, error, message = BAD[name]
     with pytest.raises(error, match=message):
         generate(**changes)
+
+
+class HalfARule:
+    def select(self) -> None:
+        pass
 
 
 SETTINGS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -129,7 +159,21 @@ SETTINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "kl": (lambda: d.depcap(kl="approximate"), 'kl must be "exact" or "topk"'),
     "topk": (lambda: d.depcap(topk=0), "topk must be a positive integer, got 0"),
     "padding": (lambda: d.depcap(padding="none"), 'padding must be "zero" or "reflect"'),
-    "cache": (lambda: d.depcap(cache="dual"), "cache must be None, got 'dual'"),  # type: ignore[arg-type]
+    "cache": (lambda: d.depcap(cache="triple"), 'cache must be None, "prefix", "dual", .* got \'triple\''),
+    "cache class": (lambda: d.threshold(cache=d.DualCache), "cache must be None"),  # type: ignore[arg-type]
+    "cache list": (lambda: d.Decoder(d.FixedBlocks(), d.CAP(), cache=[]), "cache must be"),  # type: ignore[arg-type]
+    "refresh 0": (lambda: d.DualCache(0), "refresh must be a positive integer, got 0"),
+    "refresh 1.5": (lambda: d.PrefixCache(1.5), "refresh must be a positive integer"),  # type: ignore[arg-type]
+    "factor 0": (lambda: d.factor(0), "factor must be positive, got 0"),
+    "factor nan": (lambda: d.factor(float("nan")), "factor must be a number, got nan"),
+    "factor compat": (lambda: d.Factor(compat="old"), "compat must be None or \"official\", got 'old'"),
+    "alg": (lambda: d.dream("margin"), "alg must be one of origin, .* got 'margin'"),
+    "dream steps": (lambda: d.dream(steps=0), "steps must be a positive integer, got 0"),
+    "eps 0": (lambda: d.dream(eps=0.0), r"eps must lie in \(0, 1\), got 0.0"),
+    "eps nan": (lambda: d.dream(eps=float("nan")), "eps must be a number, got nan"),
+    "alg_temp": (lambda: d.dream(alg_temp=-1.0), "alg_temp must be a finite number of at least 0, got -1.0"),
+    "dream tau": (lambda: d.dream(tau=-0.5), r"tau must lie in \[0, 1\], got -0.5"),
+    "no score": (lambda: d.Decoder(d.FixedBlocks(), HalfARule()), r"with a method score\(\)"),  # type: ignore[arg-type]
     "compat": (lambda: d.depcap(compat="paper"), "compat must be None or \"official\", got 'paper'"),
     "blocks": (lambda: d.Decoder(8, d.Threshold()), "blocks must be an object"),  # type: ignore[arg-type]
     "a class": (lambda: d.Decoder(d.FixedBlocks(), d.CAP), "unmask must be an object"),  # type: ignore[arg-type]

@@ -29,6 +29,13 @@ DECODERS = {
     "vanilla with steps": d.vanilla(8, 6),
     "random remasking": d.vanilla(None, remasking="random"),
     "threshold": d.threshold(0.9, 8),
+    "factor": d.factor(1.0, 8),
+    "factor, official": d.factor(1.0, 8, compat="official"),
+    "dream": d.dream(block_length=8, alg_temp=0.5),
+    "dream with steps": d.dream("maskgit_plus", 6, 8),
+    "dream, origin": d.dream("origin"),
+    "dream, margin": d.dream("topk_margin"),
+    "dream, sure": d.dream("confidence_threshold", 4, compat="official"),
     "depcap": d.depcap(l_min=2, l_max=6),
     "depcap, official": d.depcap(l_min=2, l_max=6, kl="topk", topk=4, compat="official"),
     "depcap, exact, official": d.depcap(l_min=2, l_max=6, padding="reflect", compat="official"),
@@ -103,7 +110,9 @@ def run_steps(plan: Plan, state: State, logits: Callable[[int], Tensor], between
 def test_a_step_reads_nothing(
     fake_device: torch.device, name: str, eos: int | None, temperature: float
 ) -> None:
-    plan = Plan(DECODERS[name], G, MASK, VOCAB, eos, temperature)
+    plan = Plan(
+        DECODERS[name], G, MASK, VOCAB, eos, temperature, top_p=0.9, top_k=5, first_alone=eos is not None
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = states(plan, fake_device)
         run_steps(
@@ -141,7 +150,7 @@ def test_the_check_finds_planted_reads(fake_device: torch.device, name: str) -> 
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_step_on_a_gpu_reads_nothing(name: str) -> None:
     device = torch.device("cuda")
-    plan = Plan(DECODERS[name], G, MASK, VOCAB, 3, 0.8)
+    plan = Plan(DECODERS[name], G, MASK, VOCAB, 3, 0.8, top_p=0.9, top_k=5, first_alone=True)
 
     class Strict:
         def __enter__(self) -> None:
