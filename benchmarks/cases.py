@@ -24,6 +24,13 @@ class Case:
     inputs: tuple[Any, ...]  # of `eager`
     compiles: bool = False  # whether torch.compile takes `eager` whole
     reads: list[Tensor] = field(default_factory=list)  # what any implementation has to read from end to end
+    outcome: Callable[[], Any] | None = (
+        None  # what to compare where `run` writes in place and returns nothing
+    )
+
+    def result(self) -> Any:
+        """What both sides have to agree on."""
+        return (self.outcome or self.run)()
 
 
 def random_logits(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -144,7 +151,86 @@ def depga_block(device: torch.device, quick: bool) -> Iterator[Case]:
     )
 
 
-ALL = (token_stats, conflict_free, cap_select, topk_snapshot, topk_kl, depga_block)
+def confidence_select(device: torch.device, quick: bool) -> Iterator[Case]:
+    for n in (32,) if quick else (1, 8, 32):
+        logits = peaked_logits(n, torch.float32, device)
+        for rule, plain in (("threshold", eager.threshold_select), ("factor", eager.factor_select)):
+            yield Case(
+                "confidence_select",
+                f"{rule}, from logits, peaked [{n}, {VOCABULARY}] float32",
+                partial(dlmkern.confidence_select, logits, rule=rule),
+                plain,
+                (logits, {"threshold": 0.9, "factor": 1.0}[rule]),
+                reads=[logits],
+            )
+
+
+def kv_block_write(device: torch.device, quick: bool) -> Iterator[Case]:
+    n, length = 32, 1024
+    for heads, size, dtype in ((8, 64, torch.float32), (32, 128, torch.bfloat16)):
+        generator = torch.Generator(device).manual_seed(0)
+        k_cache, v_cache, k, v = (
+            torch.randn(1, rows, heads, size, generator=generator, device=device).to(dtype).transpose(1, 2)
+            for rows in (length, length, n, n)
+        )
+        positions = torch.arange(512, 512 + n, device=device)[None]
+        angles = torch.rand(length, size, generator=generator, device=device)
+        rope = angles.cos(), angles.sin()
+        for detail, options in (("", {}), (", rope and drift", {"rope": rope, "drift": True})):
+            write = partial(
+                dlmkern.kv_block_write,
+                k=k,
+                v=v,
+                positions=positions,
+                **options,  # type: ignore[arg-type]
+            )
+
+            def outcome(
+                write: Callable[..., Any] = write, caches: tuple[Tensor, Tensor] = (k_cache, v_cache)
+            ) -> tuple[Tensor, ...]:
+                k_cache, v_cache = caches[0].clone(), caches[1].clone()
+                drift = write(k_cache, v_cache)
+                return k_cache, v_cache, *(drift or ())
+
+            yield Case(
+                "kv_block_write",
+                f"n = {n}, {heads} heads of {size}, {str(dtype).removeprefix('torch.')}{detail}",
+                partial(write, k_cache.clone(), v_cache.clone()),
+                eager.kv_block_write,
+                (k_cache.clone(), v_cache.clone(), k, v, positions, *(rope if options else ())),
+                outcome=outcome,
+            )
+
+
+def block_attention(device: torch.device, quick: bool) -> Iterator[Case]:
+    n, size = 32, 128
+    for length in (512,) if quick else (512, 4096):
+        generator = torch.Generator(device).manual_seed(0)
+        q, k, v = (
+            torch.randn(1, heads, rows, size, generator=generator, device=device)
+            for heads, rows in ((32, n), (8, length), (8, length))
+        )
+        yield Case(
+            "block_attention",
+            f"n = {n}, L = {length}, 32 query and 8 key heads of {size}, float32",
+            partial(dlmkern.block_attention, q, k, v),
+            eager.block_attention,
+            (q, k, v),
+            reads=[k, v],
+        )
+
+
+ALL = (
+    token_stats,
+    conflict_free,
+    cap_select,
+    topk_snapshot,
+    topk_kl,
+    depga_block,
+    confidence_select,
+    kv_block_write,
+    block_attention,
+)
 
 
 def cases(device: torch.device, quick: bool, ops: list[str]) -> Iterator[Case]:

@@ -47,6 +47,58 @@ def cap_select(logits: Tensor, tau_low: float, tau_high: float, gamma: float) ->
     return selected
 
 
+def threshold_select(logits: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Selected positions, tokens and confidences by the threshold rule: logits [n, V]."""
+    confidence, token = torch.softmax(logits.double(), dim=-1).max(dim=-1)
+    selected = confidence >= tau
+    selected[confidence.argmax()] = True
+    return selected, token, confidence
+
+
+def factor_select(logits: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by the factor rule, rank by rank."""
+    confidence, token = torch.softmax(logits.double(), dim=-1).max(dim=-1)
+    ordered, order = confidence.sort(descending=True)
+    count = 1
+    while count < len(order) and (count + 2) * (1 - ordered[count]) < factor:
+        count += 1
+    selected = torch.zeros_like(confidence, dtype=torch.bool)
+    selected[order[:count]] = True
+    return selected, token, confidence
+
+
+def kv_block_write(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Rows into their places, [B, H, n, d] into [B, H, L, d]; with a rotary table, turned and with drift."""
+    sequence = torch.arange(len(positions), device=positions.device)[:, None]
+    drift: list[Tensor] = []
+    if cos is not None and sin is not None:
+        x = k.float()
+        first, second = x.chunk(2, dim=-1)
+        turned = x * cos[positions][:, None] + torch.cat((-second, first), -1) * sin[positions][:, None]
+        k = turned.to(k.dtype)
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            old = cache[sequence, :, positions].flatten(2).float()
+            new = rows.transpose(1, 2).flatten(2).float()
+            drift.append(torch.cosine_similarity(old, new, dim=-1))
+            drift.append((new - old).norm(dim=-1) / old.norm(dim=-1))
+    k_cache[sequence, :, positions] = k.transpose(1, 2)
+    v_cache[sequence, :, positions] = v.transpose(1, 2)
+    return k_cache, v_cache, *drift
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+    """Attention with grouped heads; torch's does not return the log-sum-exp."""
+    return (torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),)
+
+
 def topk_snapshot(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k likeliest tokens, their log-probabilities, and what is left, spread evenly."""
     log_prob = torch.log_softmax(logits.double(), dim=-1)

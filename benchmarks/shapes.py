@@ -54,6 +54,23 @@ def op_calls(
     yield "topk_snapshot", lambda: dlmkern.topk_snapshot(logits, k)
     yield "topk_kl", lambda: dlmkern.topk_kl(curr, last)
     yield "depga_block", lambda: dlmkern.depga_block(stats.confidence, stats.entropy, 64)
+    yield "confidence_select", lambda: dlmkern.confidence_select(confidence=stats.confidence, rule="factor")
+    batch, n, _ = logits.shape
+    generator = torch.Generator().manual_seed(n)
+    cache, block = (torch.randn((batch, 2, rows, 32), generator=generator).to(logits) for rows in (n + 9, n))
+    positions = torch.arange(n, device=logits.device).expand(batch, n) + 4
+    angles = torch.rand((n + 9, 32), generator=generator).to(logits.device)
+
+    def write() -> tuple[Tensor, ...]:
+        k_cache, v_cache = cache.clone(), cache.clone()
+        drift = dlmkern.kv_block_write(
+            k_cache, v_cache, block, block, positions, rope=(angles.cos(), angles.sin()), drift=True
+        )
+        assert drift is not None
+        return k_cache, v_cache, *drift
+
+    yield "kv_block_write", write
+    yield "block_attention", lambda: dlmkern.block_attention(block, cache[:, :1], cache[:, 1:])
 
 
 def main(backend: str) -> int:

@@ -19,7 +19,7 @@ const T* consecutive(const T* row, int64_t stride, int64_t size, T* buffer) {
 
 template <class T>
 void write_row(T* row, int64_t stride, int64_t size, const T* values) {
-  if (stride == 1) {
+  if (stride == 1 && size > 0) {
     std::memcpy(row, values, static_cast<size_t>(size) * sizeof(T));
   } else {
     for (int64_t j = 0; j < size; ++j) store(row + j * stride, load(values + j));
