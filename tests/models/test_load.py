@@ -345,7 +345,8 @@ def test_tokenizer_of_dream(checkpoint: Checkpoint) -> None:
     assert chat == "<the>"
 
 
-def test_code_of_a_tokenizer_is_not_run(checkpoint: Checkpoint) -> None:
+def test_code_of_a_tokenizer_is_not_run(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # who is not asked cannot agree to it
     folder = checkpoint()
     write_tokenizer_of_dream(folder)
     fields = json.loads((folder / "tokenizer_config.json").read_text())
