@@ -15,6 +15,12 @@ pytestmark = [
 DECODERS = {
     "vanilla": decoders.vanilla(),
     "threshold": decoders.threshold(),
+    "threshold, prefix cache": decoders.threshold(block_length=10, cache="prefix"),
+    "threshold, dual cache": decoders.threshold(block_length=10, cache="dual"),
+    "dual cache, refreshed": decoders.threshold(block_length=20, cache=decoders.DualCache(refresh=3)),
+    "factor": decoders.factor(0.75),
+    "dream": decoders.dream(block_length=20, cache="dual"),
+    "depcap, dual cache": decoders.depcap(cache="dual"),
     "depcap": decoders.depcap(),
     "depcap, top-k": decoders.depcap(kl="topk"),
 }

@@ -20,6 +20,9 @@ MASK, VOCABULARY, PROMPT, GENERATED, BATCH = 98, 99, 5, 48, 3
 DECODERS = {
     "vanilla": decoders.vanilla(block_length=16),
     "threshold": decoders.threshold(block_length=16),
+    "factor": decoders.factor(block_length=16),
+    "dream": decoders.dream(block_length=16, alg_temp=0.5),
+    "dream with steps": decoders.dream("topk_margin", 6, 16),
     "CAP": decoders.Decoder(decoders.FixedBlocks(16), decoders.CAP()),
     "depcap": decoders.depcap(l_max=16),
     "depcap, top-k": decoders.depcap(l_max=16, kl="topk", topk=8),
