@@ -117,7 +117,7 @@ struct Arguments {
   int H, d;
 };
 
-// N is 1 for what can't be read by vectors. Three blocks on a multiprocessor leave enough registers.
+// N is 1 for what can't be read by vectors.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads) kv_block_write(Arguments<T> a) {
   const bool is_value = blockIdx.x % 2 != 0;
