@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from tests.models.support import FIELDS, random_weights
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
+@pytest.fixture
+def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
 

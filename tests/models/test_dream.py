@@ -19,6 +19,7 @@ from dlmkern.models import DreamConfig, DreamModel, load_model
 from tests.models.support import DATA, DREAM, PlainModel, ids, random_weights
 
 Checkpoint = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from dlmkern.models.masked_lm import MaskedLM
 from tests.models.support import DREAM, LLADA, Memory, PlainModel, ids
 
 Checkpoint = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 MODELS: dict[str, dict[str, Any]] = {
     "llada": {**LLADA, "n_kv_heads": 4},

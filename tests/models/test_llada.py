@@ -16,6 +16,7 @@ from dlmkern.models.layers import attention
 from tests.models.support import DATA, PlainModel, ids
 
 Checkpoint = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.mark.parametrize("prompt", [0, 1])
