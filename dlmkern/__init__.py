@@ -32,6 +32,7 @@ from dlmkern.ops import (
 # Imported at first use, because models need transformers.
 _LAZY = {
     "decoders": "dlmkern.decoders",
+    "drop_in": "dlmkern.drop_in",
     "generate": "dlmkern.generation:generate",
     "generate_stream": "dlmkern.generation:generate_stream",
     "load_model": "dlmkern.models:load_model",
@@ -53,6 +54,7 @@ __all__ = [
     "conflict_matrix",
     "decoders",
     "depga_block",
+    "drop_in",
     "generate",
     "generate_stream",
     "independent_set",

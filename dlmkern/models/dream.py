@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers import PretrainedConfig
+from transformers.utils.generic import ModelOutput
 
 from dlmkern.models.layers import RMSNorm, compute_dtype, rotary_table, rotate
 from dlmkern.models.masked_lm import Block, MaskedLM
@@ -267,3 +268,11 @@ class DreamModel(MaskedLM):
         tied = self.config.tie_word_embeddings
         logits: Tensor = linear(x, self.transformer.embed_tokens.weight) if tied else self.lm_head(x)
         return logits
+
+    def diffusion_generate(
+        self, inputs: Tensor, generation_config: object = None, **kwargs: Any
+    ) -> Tensor | ModelOutput:
+        """`dlmkern.drop_in.dream.diffusion_generate` with this model, by the official name."""
+        from dlmkern.drop_in.dream import diffusion_generate  # decoding builds on models
+
+        return diffusion_generate(self, inputs, generation_config, **kwargs)
