@@ -1,7 +1,8 @@
 """The public ops: documentation, checks and registration with torch; the work is done by a backend.
 
-Every op takes ``[n, V]`` or batched ``[B, n, V]`` input as torch tensors, NumPy arrays or anything else with
-``__dlpack__``, and answers in kind. The rows of a batch never influence each other.
+The ops on logits take ``[n, V]`` or batched ``[B, n, V]``, those on keys and values ``[B, H, n, d]``: torch
+tensors, NumPy arrays or anything else with ``__dlpack__``, and they answer in kind. The rows of a batch never
+influence each other.
 """
 
 from dlmkern.ops.block_attention import BlockAttention, block_attention

@@ -22,10 +22,9 @@ def kv_block_write(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns ``[B, H, n, d]`` by tables ``[B, 1, n, d]``: element i pairs with i + d/2."""
-    y = x.to(torch.promote_types(x.dtype, cos.dtype))
-    first, second = y.chunk(2, dim=-1)
-    return (y * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    """Turns ``[B, H, n, d]`` by tables ``[B, 1, n, d]``, in the wider dtype: element i pairs with i + d/2."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def write(cache: Tensor, new: Tensor, positions: Tensor, written: Tensor, drift: bool) -> Tensor:
