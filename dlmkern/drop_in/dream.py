@@ -105,7 +105,8 @@ def diffusion_generate(
     decoder = _decoder(settings, compat)
     copies = settings["num_return_sequences"]
     _check.positive_int("num_return_sequences", copies)
-    prompt, attention_mask = inputs.repeat_interleave(copies, 0), settings["attention_mask"]
+    prompt = inputs.to(getattr(model, "device", inputs.device)).repeat_interleave(copies, 0)
+    attention_mask = settings["attention_mask"]
     if isinstance(attention_mask, Tensor):
         attention_mask = attention_mask.repeat_interleave(copies, 0)
     if isinstance(seed, int):

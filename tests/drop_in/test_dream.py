@@ -96,6 +96,12 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     assert seen == [None, d.dream("origin", 512), 20, rest]
 
 
+@pytest.mark.parametrize("compat", [None, "official"])
+def test_one_step_a_block(compat: str | None, model: Any) -> None:
+    """Officially, it commits the first token of each block and leaves the others masked."""
+    assert 511 not in tokens(model, steps=3, alg="entropy", block_length=4, compat=compat)
+
+
 def test_method(model: Any) -> None:
     settings: dict[str, Any] = {"max_new_tokens": G, "steps": 6, "alg": "entropy"}
     expected = diffusion_generate(model, PROMPT, **settings)
