@@ -395,4 +395,8 @@ def _device(model: Model, input_ids: Prompts) -> torch.device:
     if isinstance(model, nn.Module):
         for parameter in model.parameters():
             return parameter.device
-    return input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
+    prompts = [input_ids] if isinstance(input_ids, Tensor) else input_ids
+    for prompt in prompts:
+        if isinstance(prompt, Tensor):
+            return prompt.device
+    return torch.device("cpu")

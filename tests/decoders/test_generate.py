@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dlmkern
 from dlmkern import decoders as d
+from dlmkern import generation
 from dlmkern.decoders import Reason
 from tests.decoders.support import MASK, VOCAB, HashModel, block_lengths, constant_model, same
 
@@ -375,3 +376,11 @@ def test_streams_can_be_left_early() -> None:
     assert out.nfe.tolist() == [6]
     whole = dlmkern.generate(HashModel(), [[1]], "vanilla", 6, mask_token_id=MASK, vocab_size=VOCAB)
     assert same(out, whole, 0, 0)
+
+
+def test_a_bare_callable_runs_where_its_prompts_are() -> None:
+    elsewhere = torch.empty((1, 1), dtype=torch.int64, device="meta")
+    assert generation._device(HashModel(), elsewhere).type == "meta"
+    assert generation._device(HashModel(), [elsewhere[0], elsewhere[0]]).type == "meta"
+    assert generation._device(HashModel(), [[1, 2]]).type == "cpu"
+    assert generation._device(HashModel(), ["text"]).type == "cpu"
