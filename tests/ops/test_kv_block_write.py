@@ -372,7 +372,11 @@ def test_errors() -> None:
             ValueError,
             r"positions: expected values in \[-1, 6\], got 7",
         ),
-        ({"positions": positions - 2}, ValueError, r"positions: expected values in \[-1, 6\], got -3"),
+        (
+            {"positions": positions.clamp(max=-2)},
+            ValueError,
+            r"positions: expected values in \[-1, 6\], got -2",
+        ),
         ({"rope": cos}, TypeError, r"rope: expected a pair \(cos, sin\)"),
         ({"rope": (cos,)}, TypeError, "rope: expected a pair"),
         ({"rope": (cos, None)}, TypeError, "sin: expected a tensor"),
