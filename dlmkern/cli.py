@@ -72,7 +72,18 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = command("generate", _generate, "answer a prompt")
     _add_model_options(generate)
-    generate.add_argument("--decoder", default="depcap", metavar="NAME", help="depcap, threshold or vanilla")
+    generate.add_argument(
+        "--decoder",
+        default="depcap",
+        metavar="NAME",
+        help="depcap (the default), threshold, factor, vanilla or dream",
+    )
+    generate.add_argument(
+        "--cache",
+        choices=("none", "prefix", "dual"),
+        default="none",
+        help="the keys and values to reuse: none, those before the block (prefix), or all outside it (dual)",
+    )
     generate.add_argument(
         "--set",
         action="append",
@@ -88,7 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     compare = command("compare", _compare, "decoders side by side on the same prompts")
     _add_model_options(compare)
     compare.add_argument(
-        "--decoders", default="vanilla,threshold,depcap", metavar="NAMES", help="vanilla,threshold,depcap"
+        "--decoders",
+        default="vanilla,threshold,depcap",
+        metavar="NAMES",
+        help="as for generate --decoder (vanilla,threshold,depcap)",
     )
     compare.add_argument("--count", type=int, default=50, help="test prompts of the model tiny (50)")
     compare.add_argument("--json", action="store_true", help="print a JSON object")
@@ -202,16 +216,18 @@ class Setup:
         return str(token) if text is None else text
 
 
-def _decoder(name: str, settings: list[str]) -> Decoder:
+def _decoder(name: str, settings: list[str], cache: str = "none") -> Decoder:
     from dlmkern.decoders import PRESETS
 
     if name not in PRESETS:
         raise ValueError(f"unknown decoder {name!r}, known: {', '.join(PRESETS)}")
-    values = {}
+    values: dict[str, Any] = {"cache": None if cache == "none" else cache}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--set: expected NAME=VALUE, got {setting!r}")
+        if key == "cache":
+            raise ValueError(f"--set: use --cache for the cache, got {setting!r}")
         try:
             values[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -222,7 +238,7 @@ def _decoder(name: str, settings: list[str]) -> Decoder:
 def _generate(options: argparse.Namespace) -> None:
     from dlmkern.report import step_lines
 
-    decoder = _decoder(options.decoder, options.set)
+    decoder = _decoder(options.decoder, options.set, options.cache)
     setup = Setup(options)
     began = time.perf_counter()
     stream = dlmkern.generate_stream(

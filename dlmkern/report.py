@@ -24,6 +24,7 @@ STYLES = {
     Reason.CONFLICT_FREE: "bold cyan",
     Reason.FORCED: "bold yellow",
     Reason.AFTER_EOS: "dim",
+    Reason.FACTOR: "bold green",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -36,7 +37,8 @@ def test_info_names_every_op_and_backend(capsys: pytest.CaptureFixture[str]) -> 
     assert header.split()[1:] == list(BACKENDS)
     for op in OPS:
         line = next(line for line in out.splitlines() if line.startswith(op + " "))
-        assert line.split()[1:3] == ["yes", "yes"]
+        reference, cpu = re.findall(r"\b(?:yes|no)\b", line)[:2]
+        assert (reference, cpu) == ("yes", "no" if op == "block_attention" else "yes")
     for number in range(1, out.count("no (") + 1):
         assert f"no ({number})" not in out or f"\n({number}) " in out, "a refusal without its reason"
 
@@ -47,13 +49,40 @@ def test_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(facts["ops"]) == set(OPS)
 
 
-@pytest.mark.parametrize("decoder", ["vanilla", "threshold", "depcap"])
+@pytest.mark.parametrize("decoder", list(decoders.PRESETS))
 def test_generate_prints_what_the_library_returns(capsys: pytest.CaptureFixture[str], decoder: str) -> None:
     expected = dlmkern.generate(models.tiny(), PROMPT, decoder, gen_length=40)
     code, out, err = run(capsys, "generate", "--model", "tiny", "--prompt-ids", IDS, "--decoder", decoder)
     assert code == 0
     assert out.strip() == chains4.text(expected.tokens[0])
     assert f"{expected.nfe[0]} forwards" in err
+
+
+def test_help_lists_every_decoder(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "generate", "--help")
+    assert code == 0
+    start = out.index("--decoder NAME", out.index("options:"))
+    about = out[start : out.index("--cache", start)]
+    for name in decoders.PRESETS:
+        assert name in about
+
+
+def test_generate_with_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = chains4.prompts(9, seed=0)[8:]  # each cache decodes it in another way
+    ids = ",".join(map(str, prompt[0].tolist()))
+    settings = ("--decoder", "threshold", "--set", "tau=0.4", "--set", "block_length=20", "--json")
+    step_maps = []
+    for name, cache in (("none", None), ("prefix", "prefix"), ("dual", "dual")):
+        code, out, _ = run(
+            capsys, "generate", "--model", "tiny", "--prompt-ids", ids, "--cache", name, *settings
+        )
+        assert code == 0
+        expected = dlmkern.generate(models.tiny(), prompt, decoders.threshold(0.4, 20, cache), 40)
+        answer = json.loads(out)
+        assert answer["tokens"] == expected.tokens[0].tolist()
+        assert answer["step_map"] == expected.step_map[0].tolist()
+        step_maps.append(answer["step_map"])
+    assert all(a != b for a, b in zip(step_maps, step_maps[1:] + step_maps[:1], strict=True))
 
 
 def test_generate_as_json_with_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +174,8 @@ TINY = ("generate", "--model", "tiny")
         ((*TINY, "--set", "tau_low"), "NAME=VALUE"),
         ((*TINY, "--set", "tau_low=2"), "tau_low"),
         ((*TINY, "--set", "shoe_size=2"), "shoe_size"),
+        ((*TINY, "--cache", "magic"), "magic"),
+        ((*TINY, "--set", "cache=dual"), "--cache"),
         ((*TINY, "--backend", "tpu"), "tpu"),
         (("compare", "--model", "tiny", "--decoders", "depcap,psychic"), "psychic"),
         (("compare", "--model", "tiny", "--count", "0"), "count"),

@@ -8,7 +8,7 @@ from rich.table import Table
 import dlmkern
 from dlmkern import decoders, models
 from dlmkern.models import chains4
-from dlmkern.report import compare, comparison_table, steps_table
+from dlmkern.report import STYLES, compare, comparison_table, steps_table
 
 PROMPTS = chains4.prompts(4, seed=3)
 
@@ -54,3 +54,7 @@ def test_steps_show_when_each_token_was_committed_and_why() -> None:
             name = decoders.Reason(output.reason[0, position].item()).name.lower().replace("_", " ")
             group = next(part for part in reasons.split(", ") if part.startswith(name))
             assert str(position) in group.split()
+
+
+def test_every_reason_can_be_shown() -> None:
+    assert set(STYLES) == set(decoders.Reason)
