@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test fidelity lint format readme bench quality gpu-check clean
+.PHONY: help install demo test fidelity lint format readme bench bench-cache quality gpu-check clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -54,6 +54,9 @@ readme: install ## rewrite the generated parts of README.md
 
 bench: install ## time every op: BENCH="--quick --json FILE token_stats"
 	$(BIN)/python -m benchmarks $(BENCH)
+
+bench-cache: install ## tokens a second with each KV cache, and what a pass is made of: BENCH="--quick --json FILE", or --quality
+	$(BIN)/python -m benchmarks.cache $(BENCH)
 
 quality: install ## valid answers against forwards, for every decoder
 	$(BIN)/python -m benchmarks.quality
