@@ -42,8 +42,7 @@ def config(sequences: int, rows: int, length: int, d: int, element_size: int) ->
     if element_size == 4:  # no matrix units: a thread multiplies what it holds in registers
         tile, keys, num_warps = 16, 16, 4 if lanes <= 64 else 8
     else:
-        most, keys = (64, 64) if lanes <= 128 else (32, 32)
-        tile, num_warps = min(max(triton.next_power_of_2(rows), 16), most), 4
+        tile, keys, num_warps = min(max(triton.next_power_of_2(rows), 16), 64 if lanes <= 128 else 32), 32, 4
     wanted = triton.cdiv(_PROGRAMS, sequences * triton.cdiv(rows, tile))
     return Config(lanes, tile, keys, num_warps, max(min(wanted, length // _LEAST_KEYS, _MOST_SPLITS), 1))
 
@@ -94,7 +93,7 @@ def block_attention_kernel(
 
     length = L
     if length_ptr is not None:
-        length = tl.minimum(tl.load(length_ptr + batch), L).to(tl.int32)
+        length = tl.minimum(tl.maximum(tl.load(length_ptr + batch), 0), L).to(tl.int32)
     part = tl.cdiv(tl.cdiv(length, KEYS), tl.num_programs(1)) * KEYS
     first = tl.program_id(1) * part
     stop = tl.minimum(first + part, length)

@@ -25,12 +25,6 @@ def _table_row(table_ptr, known, lane, half, d, stride_d):
 
 
 @triton.jit
-def _sum(low, high):
-    """The sum of both tiles."""
-    return tl.sum(tl.sum(low + high, 1), 0)
-
-
-@triton.jit
 def _write(
     cache_ptr,
     new_ptr,
@@ -72,10 +66,11 @@ def _write(
             old_low = wide(tl.load(target, mask=in_low, other=0.0)).to(tl.float64)
             old_high = wide(tl.load(target + half * cache_stride_d, mask=in_high, other=0.0)).to(tl.float64)
             x, y = wide(new_low).to(tl.float64), wide(new_high).to(tl.float64)
-            product += _sum(old_low * x, old_high * y)
-            old_square += _sum(old_low * old_low, old_high * old_high)
-            new_square += _sum(x * x, y * y)
-            move_square += _sum((x - old_low) * (x - old_low), (y - old_high) * (y - old_high))
+            product += tl.sum(old_low * x + old_high * y)
+            old_square += tl.sum(old_low * old_low + old_high * old_high)
+            new_square += tl.sum(x * x + y * y)
+            x, y = x - old_low, y - old_high
+            move_square += tl.sum(x * x + y * y)
         tl.store(target, new_low, mask=in_low)
         tl.store(target + half * cache_stride_d, new_high, mask=in_high)
     if drift_ptr is not None:  # 0 / 0, NaN, where the position is skipped

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,15 @@ if not INTERPRETED:
     from triton.compiler import ASTSource, CompiledKernel, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from dlmkern.triton_kernels import cap_select, conflict_matrix, independent_set, token_stats
+    from dlmkern.triton_kernels import (
+        block_attention,
+        cap_select,
+        confidence_select,
+        conflict_matrix,
+        independent_set,
+        kv_block_write,
+        token_stats,
+    )
     from dlmkern.triton_kernels.launch import Launch
 
 compiled = pytest.mark.skipif(INTERPRETED, reason="runs in the process that test_in_own_process starts")
@@ -72,6 +80,28 @@ def cap_launches(n: int, dtype: torch.dtype, logits: bool, strict: bool) -> list
     return cap_select.plan(scores, token, logsumexp, mask, threshold, threshold, threshold, strict)[0]
 
 
+def confidence_launches(n: int, rule: int) -> list[Launch]:
+    confidence, mask = torch.empty(2, n, dtype=torch.float64), torch.empty(2, n, dtype=torch.bool)
+    return confidence_select.plan(confidence, mask, torch.empty(2, dtype=torch.float64), rule)[0]
+
+
+def write_launches(
+    H: int, n: int, d: int, dtype: torch.dtype, table: torch.dtype | None, drift: bool
+) -> list[Launch]:
+    cache, k = torch.empty(1, H, 1024, d, dtype=dtype), torch.empty(1, n, H, d, dtype=dtype).transpose(1, 2)
+    rope = None if table is None else torch.empty(1024, d, dtype=table)
+    positions = torch.empty(1, n, dtype=torch.int64)
+    return kv_block_write.plan(cache, cache, k, k, positions, rope, rope, drift)[0]
+
+
+def attention_launches(
+    B: int, Hq: int, Hkv: int, n: int, d: int, dtype: torch.dtype, lengths: bool = True
+) -> list[Launch]:
+    q, k = torch.empty(B, n, Hq, d, dtype=dtype).transpose(1, 2), torch.empty(B, Hkv, 1024, d, dtype=dtype)
+    some = torch.empty(B, dtype=torch.int64) if lengths else None
+    return block_attention.plan(q, k, k, some, d**-0.5)[0]
+
+
 FEW, MANY = 32, 4096  # rows that are sliced, rows that are not
 CASES: dict[str, Callable[[], list[Launch]]] = {
     "token_stats bf16, few rows": partial(stats_launches, FEW, V, torch.bfloat16, False, torch.float64),
@@ -94,7 +124,32 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "cap_select f32, n = 256": partial(cap_launches, 256, torch.float32, True, False),
     "cap_select bf16, n = 2048": partial(cap_launches, 2048, torch.bfloat16, True, True),
     "cap_select probabilities, n = 256": partial(cap_launches, 256, torch.float32, False, False),
+    "confidence_select threshold, n = 32": partial(confidence_launches, 32, 0),
+    "confidence_select factor, n = 256": partial(confidence_launches, 256, 1),
+    "confidence_select official, n = 2048": partial(confidence_launches, 2048, 3),
+    "kv_block_write bf16, 8 x 64": partial(write_launches, 8, 32, 64, torch.bfloat16, None, False),
+    "kv_block_write bf16, 32 x 128": partial(
+        write_launches, 32, 32, 128, torch.bfloat16, torch.float32, True
+    ),
+    "kv_block_write f16, 4 x 128": partial(write_launches, 4, 32, 128, torch.float16, torch.float64, False),
+    "kv_block_write f32, 32 x 128": partial(write_launches, 32, 32, 128, torch.float32, torch.float32, True),
+    "kv_block_write f64, 32 x 80": partial(write_launches, 32, 32, 80, torch.float64, torch.float64, True),
+    "kv_block_write f32, 1 x 1": partial(write_launches, 1, 1, 1, torch.float32, None, True),
+    "block_attention bf16, 32 heads of 64": partial(attention_launches, 1, 32, 32, 32, 64, torch.bfloat16),
+    "block_attention bf16, 32 of 128": partial(attention_launches, 1, 32, 32, 32, 128, torch.bfloat16),
+    "block_attention bf16, batch of 128": partial(
+        attention_launches, 16, 32, 32, 32, 128, torch.bfloat16, False
+    ),
+    "block_attention bf16, 28 to 4 of 128": partial(attention_launches, 1, 28, 4, 32, 128, torch.bfloat16),
+    "block_attention f16, 8 of 80": partial(attention_launches, 1, 8, 8, 8, 80, torch.float16),
+    "block_attention bf16, 8 to 1 of 256": partial(attention_launches, 1, 8, 1, 32, 256, torch.bfloat16),
+    "block_attention f32, 32 of 64": partial(attention_launches, 1, 32, 32, 32, 64, torch.float32),
+    "block_attention f32, 32 of 128": partial(attention_launches, 1, 32, 32, 32, 128, torch.float32),
+    "block_attention f32, 8 to 1 of 256": partial(attention_launches, 1, 8, 1, 32, 256, torch.float32),
+    "block_attention f32, 1 of 1": partial(attention_launches, 1, 1, 1, 1, 1, torch.float32, False),
 }
+# Bytes of shared memory that a program may have; the smaller GPUs of the sm_80 family set its limit.
+SHARED = {"sm_80": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -116,6 +171,11 @@ def compile_for(launch: Launch, target: tuple[str, int | str, int]) -> CompiledK
     )
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=gpu, options=parsed.__dict__)
+
+
+@cache
+def compiled_case(case: str, target: str) -> list[tuple[Launch, CompiledKernel]]:
+    return [(launch, compile_for(launch, TARGETS[target])) for launch in CASES[case]()]
 
 
 class Usage(NamedTuple):
@@ -149,14 +209,16 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_kernels_compile_without_spills(name: str, tmp_path: Path, table: list[str]) -> None:
     spilled = []
-    for case, launches in CASES.items():
-        for launch in launches():
-            registers, spill = usage(compile_for(launch, TARGETS[name]), tmp_path)
+    for case in CASES:
+        for launch, kernel in compiled_case(case, name):
+            registers, spill = usage(kernel, tmp_path)
+            shared = kernel.metadata.shared
             table.append(
-                f"{name:7} {case:34} {launch.kernel.__name__:22} "
-                f"{launch.num_warps:2} warps {registers:3} registers {spill} spilled"
+                f"{name:7} {case:36} {launch.kernel.__name__:24} "
+                f"{launch.num_warps:2} warps {registers:3} registers {spill} spilled {shared:6} bytes shared"
             )
             assert registers > 0
+            assert shared <= SHARED[name], table[-1]
             spilled += [table[-1]] if spill else []
     assert not spilled, "\n".join(spilled)
 
@@ -177,3 +239,29 @@ def test_rows_are_read_16_bytes_at_a_time(dtype: torch.dtype) -> None:
         ptx = compile_for(stats_launches(rows, V, dtype, True, torch.float64)[0], TARGETS["sm_90"]).asm["ptx"]
         loads = re.findall(r"ld\.global\S*", ptx)
         assert {load for load in loads if not load.endswith("b64")} == {"ld.global.v4.b32"}, loads
+
+
+def instructions(case: str, target: str, pattern: str) -> set[str]:
+    return set(re.findall(pattern, compiled_case(case, target)[0][1].asm["ptx"]))
+
+
+@compiled
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_100"])
+def test_attention_multiplies_on_the_matrix_units(name: str) -> None:
+    """float16 and bfloat16 as they are; float32 never, not as tf32 either."""
+    wanted = {"bf16": {"bf16.bf16", "kind::f16"}, "f16": {"f16.f16", "kind::f16"}, "f32": set()}
+    for case in CASES:
+        if kind := re.match(r"block_attention (\w+)", case):
+            factors = instructions(case, name, r"mma\S*?\.((?:b?f16|tf32)\.\w+|kind::\w+)")
+            assert factors <= wanted[kind[1]], case
+            assert bool(factors) == bool(wanted[kind[1]]), case
+
+
+@compiled
+def test_rows_of_the_cache_move_16_bytes_at_a_time() -> None:
+    wide = {"ld.global.v4.b32", "ld.global.v2.b64", "st.global.v4.b32", "ld.global.b64"}  # the last: position
+    for case in ("kv_block_write bf16, 8 x 64", "kv_block_write f16, 4 x 128"):
+        assert instructions(case, "sm_90", r"(?:ld|st)\.global\S*") <= wide
+    copies = r"cp\.async\.c\S+ \[[^;]*?\], \[[^;]*?\], (\w+)"
+    for case in ("block_attention bf16, 32 of 128", "block_attention f32, 32 of 64"):
+        assert instructions(case, "sm_90", copies) == {"0x10"}
