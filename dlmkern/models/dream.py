@@ -11,8 +11,6 @@ decoder of it.
 
 from __future__ import annotations
 
-import inspect
-import math
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch.nn.functional import linear, silu
 from transformers import PretrainedConfig
 from transformers.utils.generic import ModelOutput
 
+from dlmkern.models import _config
 from dlmkern.models.layers import RMSNorm, compute_dtype, rotary_table, rotate
 from dlmkern.models.masked_lm import Block, MaskedLM
 
@@ -84,11 +83,7 @@ class DreamConfig(PretrainedConfig):
         pad_token_id: int | None = 151643,
         **kwargs: Any,
     ) -> None:
-        for name, supported in _ONLY_SUPPORTED.items():
-            if kwargs.get(name, supported) != supported:
-                raise ValueError(
-                    f"config field {name} = {kwargs[name]!r} is not supported (only {supported!r} is)"
-                )
+        _config.check_supported(kwargs, _ONLY_SUPPORTED)
         # Two names of one thing, the second of newer versions of transformers. Not handed on, because these
         # warn of the first.
         for name in ("rope_scaling", "rope_parameters"):
@@ -117,14 +112,11 @@ class DreamConfig(PretrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: all fields of the architecture (official defaults differ)."""
-        everything = self.to_dict()
-        architecture = [*_ONLY_SUPPORTED, *inspect.signature(DreamConfig.__init__).parameters]
-        return super().to_diff_dict() | {
-            name: everything[name] for name in architecture if name in everything
-        }
+        return super().to_diff_dict() | _config.architecture(self, DreamConfig, _ONLY_SUPPORTED)
 
     def _check(self) -> None:
-        for name in (
+        _config.check_positive_integers(
+            self,
             "vocab_size",
             "hidden_size",
             "intermediate_size",
@@ -132,35 +124,12 @@ class DreamConfig(PretrainedConfig):
             "num_attention_heads",
             "num_key_value_heads",
             "max_position_embeddings",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config field {name} = {value!r} must be a positive integer")
-        for name in ("rope_theta", "rms_norm_eps"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ValueError(f"config field {name} = {value!r} must be a positive number")
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise ValueError(
-                f"config field tie_word_embeddings = {self.tie_word_embeddings!r} must be true or false"
-            )
-        if self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError(
-                f"config field hidden_size = {self.hidden_size} must be a multiple of twice "
-                f"num_attention_heads = {self.num_attention_heads}"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"config field num_key_value_heads = {self.num_key_value_heads} must divide "
-                f"num_attention_heads = {self.num_attention_heads}"
-            )
-        for name in ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self, name)
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (is_int and 0 <= value < self.vocab_size):
-                raise ValueError(
-                    f"config field {name} = {value!r} must be a token id in [0, {self.vocab_size})"
-                )
+        )
+        _config.check_positive_numbers(self, "rope_theta", "rms_norm_eps")
+        _config.check_booleans(self, "tie_word_embeddings")
+        _config.check_heads(self, "hidden_size", "num_attention_heads", "num_key_value_heads")
+        tokens = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+        _config.check_token_ids(self, self.vocab_size, *tokens)
 
 
 class DreamAttention(nn.Module):

@@ -8,7 +8,6 @@ The forward pass is `MaskedLM.forward`.
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers import PretrainedConfig
 
+from dlmkern.models import _config
 from dlmkern.models.layers import RMSNorm, compute_dtype, rotary_table, rotate
 from dlmkern.models.masked_lm import Block, MaskedLM
 
@@ -106,11 +106,7 @@ class LLaDAConfig(PretrainedConfig):
         pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, supported in _ONLY_SUPPORTED.items():
-            if kwargs.get(name, supported) != supported:
-                raise ValueError(
-                    f"config field {name} = {kwargs[name]!r} is not supported (only {supported!r} is)"
-                )
+        _config.check_supported(kwargs, _ONLY_SUPPORTED)
         # Not handed on, because transformers warns of the name.
         if kwargs.pop("rope_scaling", None) is not None:
             raise ValueError("config field rope_scaling is not supported (only null is)")
@@ -144,14 +140,11 @@ class LLaDAConfig(PretrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: all fields of the architecture (official defaults differ)."""
-        everything = self.to_dict()
-        architecture = [*_ONLY_SUPPORTED, *inspect.signature(LLaDAConfig.__init__).parameters]
-        return super().to_diff_dict() | {
-            name: everything[name] for name in architecture if name in everything
-        }
+        return super().to_diff_dict() | _config.architecture(self, LLaDAConfig, _ONLY_SUPPORTED)
 
     def _check(self) -> None:
-        for name in (
+        _config.check_positive_integers(
+            self,
             "d_model",
             "n_heads",
             "n_kv_heads",
@@ -160,32 +153,17 @@ class LLaDAConfig(PretrainedConfig):
             "vocab_size",
             "embedding_size",
             "max_sequence_length",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config field {name} = {value!r} must be a positive integer")
-        for name in (
+        )
+        _config.check_booleans(
+            self,
             "rope_full_precision",
             "include_bias",
             "include_qkv_bias",
             "weight_tying",
             "scale_logits",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"config field {name} = {value!r} must be true or false")
-        for name in ("rope_theta", "rms_norm_eps"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ValueError(f"config field {name} = {value!r} must be a positive number")
-        if self.d_model % (2 * self.n_heads):
-            raise ValueError(
-                f"config field d_model = {self.d_model} must be a multiple of twice n_heads = {self.n_heads}"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"config field n_kv_heads = {self.n_kv_heads} must divide n_heads = {self.n_heads}"
-            )
+        )
+        _config.check_positive_numbers(self, "rope_theta", "rms_norm_eps")
+        _config.check_heads(self, "d_model", "n_heads", "n_kv_heads")
         if self.multi_query_attention is not None:
             expected = 1 if self.multi_query_attention else self.n_heads
             if self.n_kv_heads != expected:
@@ -197,13 +175,7 @@ class LLaDAConfig(PretrainedConfig):
             raise ValueError(
                 f"config field embedding_size = {self.embedding_size} is below vocab_size = {self.vocab_size}"
             )
-        for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self, name)
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (is_int and 0 <= value < self.embedding_size):
-                raise ValueError(
-                    f"config field {name} = {value!r} must be a token id in [0, {self.embedding_size})"
-                )
+        _config.check_token_ids(self, self.embedding_size, "mask_token_id", "eos_token_id", "pad_token_id")
 
 
 class LLaDABlock(Block):
