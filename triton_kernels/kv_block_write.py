@@ -52,10 +52,11 @@ def _write(
         head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         inside = known & (head < H)
         in_low, in_high = inside & (lane < half)[None, :], inside & (half + lane < d)[None, :]
-        source = new_ptr + head * stride_h + lane[None, :] * stride_d
-        target = cache_ptr + head * cache_stride_h + lane[None, :] * cache_stride_d
-        new_low = tl.load(source, mask=in_low, other=0.0)
-        new_high = tl.load(source + half * stride_d, mask=in_high, other=0.0)
+        source, target = new_ptr + head * stride_h, cache_ptr + head * cache_stride_h
+        target_low = target + lane[None, :] * cache_stride_d
+        target_high = target + (half + lane)[None, :] * cache_stride_d
+        new_low = tl.load(source + lane[None, :] * stride_d, mask=in_low, other=0.0)
+        new_high = tl.load(source + (half + lane)[None, :] * stride_d, mask=in_high, other=0.0)
         if cos_ptr is not None:
             x, y = wide(new_low), wide(new_high)
             cos_low, cos_high = _table_row(cos_ptr, known, lane, half, d, cos_stride_d)
@@ -63,16 +64,16 @@ def _write(
             new_low = narrow(x * cos_low - y * sin_low, cache_ptr.dtype.element_ty)
             new_high = narrow(y * cos_high + x * sin_high, cache_ptr.dtype.element_ty)
         if drift_ptr is not None:
-            old_low = wide(tl.load(target, mask=in_low, other=0.0)).to(tl.float64)
-            old_high = wide(tl.load(target + half * cache_stride_d, mask=in_high, other=0.0)).to(tl.float64)
+            old_low = wide(tl.load(target_low, mask=in_low, other=0.0)).to(tl.float64)
+            old_high = wide(tl.load(target_high, mask=in_high, other=0.0)).to(tl.float64)
             x, y = wide(new_low).to(tl.float64), wide(new_high).to(tl.float64)
             product += tl.sum(old_low * x + old_high * y)
             old_square += tl.sum(old_low * old_low + old_high * old_high)
             new_square += tl.sum(x * x + y * y)
             x, y = x - old_low, y - old_high
             move_square += tl.sum(x * x + y * y)
-        tl.store(target, new_low, mask=in_low)
-        tl.store(target + half * cache_stride_d, new_high, mask=in_high)
+        tl.store(target_low, new_low, mask=in_low)
+        tl.store(target_high, new_high, mask=in_high)
     if drift_ptr is not None:  # 0 / 0, NaN, where the position is skipped
         norm = tl.sqrt(old_square)
         tl.store(drift_ptr, product / (norm * tl.sqrt(new_square)))
