@@ -119,7 +119,8 @@ def generate(
     Args:
         model: a model of `dlmkern.models`, or any callable `ids [B, L] -> logits [B, L, V]` (a tensor, or an
             object with the attribute `logits`), where `ids` holds the mask token wherever a token is to be
-            predicted.
+            predicted. If its attribute `shifted_logits` is true (or its `config.model_type` is "Dream"), the
+            logits at a position predict the token after it.
         input_ids: int64 `[B, P]`, or a list of token lists (or int64 `[P]` tensors) of any lengths. Or text,
             one string or a list of them. A prompt may be empty if the model accepts that; it must not contain
             the mask.

@@ -29,6 +29,18 @@ def finite_number_from_zero(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
 
 
+def probability(name: str, value: object) -> None:
+    number(name, value)
+    if not 0 <= value <= 1:  # type: ignore[operator]
+        raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
+
+
+def known_blocks(blocks: int | None) -> int:
+    if blocks is None:
+        raise ValueError("steps needs blocks whose number is known beforehand; leave it out")
+    return blocks
+
+
 def compat(value: object) -> None:
     if value not in (None, "official"):
         raise ValueError(f'compat must be None or "official", got {value!r}')

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dlmkern.decoders.cache import DualCache, NoCache
+from dlmkern.decoders.cache import DualCache, PrefixCache
 from dlmkern.decoders.decoder import Decoder
 from dlmkern.decoders.state import State
 
@@ -44,7 +44,7 @@ class Forward:
         self.vocab_size = vocab_size
         self.cfg_scale = decoder.cfg_scale
         self.dual = isinstance(decoder.cache, DualCache)
-        self.caches = not isinstance(decoder.cache, NoCache)
+        self.caches = isinstance(decoder.cache, PrefixCache | DualCache)
         if self.caches and not hasattr(model, "new_cache"):
             raise ValueError(
                 f"cache: {decoder.cache!r} needs a model of dlmkern.models, got {type(model).__name__}"

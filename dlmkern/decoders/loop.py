@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dlmkern.decoders.cache import NoCache
+from dlmkern.decoders.cache import DualCache, PrefixCache
 from dlmkern.decoders.forward import Forward
 from dlmkern.decoders.state import State
 from dlmkern.decoders.step import Plan, step, window_positions
@@ -83,7 +84,7 @@ class Loop:
         Raises:
             FloatingPointError: logits of the model hold no distribution.
         """
-        group = self._group()
+        group, whole = self._group()
         rows, plan = [self.rows[i] for i in group], self.plan
         blocks = plan.decoder.blocks
         opens = any(row.opening for row in rows)
@@ -100,13 +101,15 @@ class Loop:
             index = torch.tensor(group, device=self.state.ids.device)
         state = self.state if index is None else self.state.select(index)
         positions = window_positions(state, width)
-        if self._is_whole(rows[0]):
+        if whole:
             logits = self.forward.whole(state, positions, starts, lengths, index)
         else:
             sizes = [row.block_length for row in rows]
             logits = self.forward.block(state, positions, starts, sizes, lengths)
         state = step(logits, state, plan, opens)
         self._poll(rows, state)
+        for row in rows:
+            row.age = 1 if whole else row.age + 1
         advance = Advance(
             [row.index for row in rows], starts, [row.block_length for row in rows], lengths, state
         )
@@ -114,21 +117,19 @@ class Loop:
         self._drop_finished()
         return advance
 
-    def _is_whole(self, row: _Row) -> bool:
-        """Whether the row's next forward pass must compute all of it."""
-        cache = self.plan.decoder.cache
-        if isinstance(cache, NoCache):
-            return True
-        return row.opening or (cache.refresh is not None and row.age >= cache.refresh)
-
-    def _group(self) -> list[int]:
-        """The rows that go next: those whose next pass is a whole one, or else all.
+    def _group(self) -> tuple[list[int], bool]:
+        """The rows that go next, and whether whole: those whose next pass must be a whole one, or else all.
 
         The others wait for them. So each row's cache is refreshed exactly when it would be if the row were
         alone, and the passes inside blocks, which cost the less the more rows share them, are shared by all.
         """
-        whole = [i for i, row in enumerate(self.rows) if self._is_whole(row)]
-        return whole or list(range(len(self.rows)))
+        everyone = list(range(len(self.rows)))
+        cache = self.plan.decoder.cache
+        if not isinstance(cache, PrefixCache | DualCache):
+            return everyone, True
+        refresh = cache.refresh or sys.maxsize
+        due = [i for i, row in enumerate(self.rows) if row.opening or row.age >= refresh]
+        return due or everyone, bool(due)
 
     def _poll(self, rows: list[_Row], state: State) -> None:
         """Take note of where each of the rows is after its step."""
@@ -142,7 +143,6 @@ class Loop:
                 )
         for row, start, length, opening in zip(rows, starts, lengths, openings, strict=True):
             self.nfe[row.index] += 1
-            row.age = 1 if self._is_whole(row) else row.age + 1
             if row.opening:
                 self.block_lengths[row.index].append(length)
             row.block_start, row.block_length, row.opening = start, length, bool(opening)

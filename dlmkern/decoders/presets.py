@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dlmkern.decoders.blocks import BlockSchedule, DepGABlocks, FixedBlocks, WholeSequence
-from dlmkern.decoders.cache import Cache, find_cache
+from dlmkern.decoders.cache import Cache
 from dlmkern.decoders.decoder import Decoder
 from dlmkern.decoders.unmask import CAP, Factor, OnePerStep, Threshold
 from dlmkern.decoders.unmask_dream import DreamSchedule
@@ -24,7 +24,7 @@ def vanilla(
     return Decoder(
         _blocks(block_length),
         OnePerStep(steps, remasking),
-        cache=find_cache(cache),
+        cache=cache,
         cfg_scale=cfg_scale,
         compat=compat,
     )
@@ -38,7 +38,7 @@ def threshold(
     compat: str | None = None,
 ) -> Decoder:
     """Fast-dLLM's threshold (arXiv:2505.22618). `block_length=None`: one block; see `Threshold`."""
-    return Decoder(_blocks(block_length), Threshold(tau), cache=find_cache(cache), compat=compat)
+    return Decoder(_blocks(block_length), Threshold(tau), cache=cache, compat=compat)
 
 
 def factor(
@@ -49,7 +49,7 @@ def factor(
     compat: str | None = None,
 ) -> Decoder:
     """Fast-dLLM's factor (arXiv:2505.22618). `block_length=None`: one block; see `Factor`."""
-    return Decoder(_blocks(block_length), Factor(factor, compat), cache=find_cache(cache), compat=compat)
+    return Decoder(_blocks(block_length), Factor(factor, compat), cache=cache, compat=compat)
 
 
 def dream(
@@ -72,7 +72,7 @@ def dream(
     if compat == "official" and in_blocks and alg != "confidence_threshold":
         alg = "entropy"
     rule = DreamSchedule(alg, steps, eps, alg_temp, tau, None if in_blocks else compat)
-    return Decoder(_blocks(block_length), rule, cache=find_cache(cache), compat=compat)
+    return Decoder(_blocks(block_length), rule, cache=cache, compat=compat)
 
 
 def depcap(
@@ -94,7 +94,7 @@ def depcap(
     return Decoder(
         DepGABlocks(lam, l_min, l_max, kl, topk, padding),
         CAP(tau_low, tau_high, gamma, strict),
-        cache=find_cache(cache),
+        cache=cache,
         compat=compat,
     )
 

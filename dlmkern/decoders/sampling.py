@@ -90,8 +90,30 @@ def sample(
     return torch.where(best < 0, best, chunk * _CHUNK + inside)
 
 
+def probability_of(token: Tensor, logits: Tensor, stats: ops.TokenStats) -> Tensor:
+    """`p(token)`, float64 `[B, n]`, from the logits `[B, n, V]` and their float64 statistics."""
+    if token is stats.token:
+        return stats.confidence
+    x = logits.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(torch.float64)
+    # The best token's own number resolves probabilities near one better.
+    return torch.where(token == stats.token, stats.confidence, (x - stats.logsumexp).exp())
+
+
+def score_of(
+    statistic: str, token: Tensor, logits: Tensor, stats: ops.TokenStats, banned_token: int | None
+) -> Tensor:
+    """A `Score` of the logits' distribution, float64 `[B, n]`; `token` is the one to commit."""
+    if statistic == "confidence":
+        return probability_of(token, logits, stats)
+    if statistic == "negative entropy":
+        return -stats.entropy
+    allowed = logits.shape[-1] - (banned_token is not None)
+    best = ops.topk_snapshot(logits, min(2, allowed), banned_token=banned_token).logp.exp()
+    return best[..., 0] - best[..., 1:].sum(-1)
+
+
 class Draw(NamedTuple):
-    """How tokens are drawn, and what is said about the distribution that they are drawn from."""
+    """How tokens are drawn."""
 
     temperature: float
     """0: the likeliest token is taken."""
@@ -101,12 +123,10 @@ class Draw(NamedTuple):
     """Tokens from this id on are never drawn."""
     banned_token: int | None
     """A token that is never drawn."""
-    statistic: str
-    """As in `unmask.Score`."""
 
 
 def draw(
-    scored: Tensor, best: Tensor, banned_token: int | None, settings: Draw, noise: Tensor
+    logits: Tensor, best: Tensor, banned_token: int | None, how: Draw, noise: Tensor, statistic: str
 ) -> tuple[Tensor, Tensor]:
     """Draw tokens from a distribution that is transformed as in Dream: temperature, then top-p, then top-k.
 
@@ -115,62 +135,52 @@ def draw(
     of the size of the logits is allocated.
 
     Args:
-        scored: logits `[B, n, V]`.
+        logits: `[B, n, V]`.
         best: int64 `[B, n]`: the token with the largest logit among those that may be drawn, which top-p and
             top-k never remove; -1 where there is no distribution.
         banned_token: a token left out of the distribution, or None.
-        settings: see `Draw`.
+        how: see `Draw`.
         noise: float64 `[B, n]` in `[0, 1)`.
+        statistic: see `score_of`.
 
     Returns:
-        The tokens, int64 `[B, n]`, -1 where `best` is; and the statistic of the transformed distribution,
-        float64 `[B, n]`: its confidence is the probability of the drawn token.
+        The tokens, int64 `[B, n]`, -1 where `best` is; and that score of the transformed distribution,
+        float64 `[B, n]`.
     """
     rows = zip(
-        scored.flatten(0, 1).split(_ROWS),
+        logits.flatten(0, 1).split(_ROWS),
         best.flatten().split(_ROWS),
         noise.flatten().split(_ROWS),
         strict=True,
     )
-    parts = [_draw_rows(x, b, banned_token, settings, u) for x, b, u in rows]
-    if not parts:
-        return best, noise
+    parts = []
+    for x, b, u in rows:
+        x = _transform(x, b, banned_token, how)
+        stats = ops.token_stats(x, out_dtype=torch.float64)
+        token = sample(x[..., : how.allowed], b, how.banned_token, 1.0, u) if how.temperature > 0 else b
+        parts.append((token, score_of(statistic, token, x, stats, None)))
     token, score = (torch.cat(column).view(best.shape) for column in zip(*parts, strict=True))
     return token, score
 
 
-def _draw_rows(
-    scored: Tensor, best: Tensor, banned_token: int | None, settings: Draw, noise: Tensor
-) -> tuple[Tensor, Tensor]:
-    x = scored.to(torch.float64 if scored.dtype == torch.float64 else torch.float32)
-    if settings.temperature > 0:
-        x = x / settings.temperature
+def _transform(logits: Tensor, best: Tensor, banned_token: int | None, how: Draw) -> Tensor:
+    """Logits `[n, V]` of the distribution that is drawn from."""
+    x = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    if how.temperature > 0:
+        x = x / how.temperature
     if banned_token is not None:
         x = x.index_fill(-1, torch.full_like(best[:1], banned_token), -torch.inf)
     kept = best.clamp(min=0).unsqueeze(-1)
     top = x.gather(-1, kept)
-    if settings.top_p is not None:
+    if how.top_p is not None:
         falling, order = x.sort(dim=-1, descending=True, stable=True)
         p = falling.softmax(-1)
-        x = x.masked_fill(torch.zeros_like(x, dtype=torch.bool).scatter(
-            -1, order, p.cumsum(-1) - p > settings.top_p
-        ), -torch.inf)  # fmt: skip
-    if settings.top_k is not None:
-        least = x.topk(min(settings.top_k, x.shape[-1])).values[..., -1:]
+        removed = torch.zeros_like(x, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p > how.top_p)
+        x = x.masked_fill(removed, -torch.inf)
+    if how.top_k is not None:
+        least = x.topk(min(how.top_k, x.shape[-1])).values[..., -1:]
         x = x.masked_fill(x < least, -torch.inf)
-    x = x.scatter(-1, kept, top)
-    stats = ops.token_stats(x, out_dtype=torch.float64)
-    token = best
-    if settings.temperature > 0:
-        token = sample(x[..., : settings.allowed], best, settings.banned_token, 1.0, noise)
-    if settings.statistic == "negative entropy":
-        return token, -stats.entropy
-    if settings.statistic == "margin":
-        two = (x.topk(min(2, x.shape[-1])).values - stats.logsumexp.unsqueeze(-1)).exp()
-        return token, two[..., 0] - two[..., 1:].sum(-1)
-    drawn = x.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(torch.float64)
-    score = torch.where(token == stats.token, stats.confidence, (drawn - stats.logsumexp).exp())
-    return token, score
+    return x.scatter(-1, kept, top)
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from dlmkern import ops
 from dlmkern.decoders.decoder import Decoder
-from dlmkern.decoders.sampling import TOKEN_STREAM, Draw, draw, sample, uniform
+from dlmkern.decoders.sampling import (
+    TOKEN_STREAM,
+    Draw,
+    draw,
+    probability_of,
+    sample,
+    score_of,
+    uniform,
+)
 from dlmkern.decoders.state import Reason, State
 from dlmkern.decoders.unmask import Candidates, Selection
 
@@ -143,37 +151,20 @@ def _predict(
         share = (best.logsumexp - stats.logsumexp).exp()
         stats = stats._replace(token=best.token, confidence=best.confidence * share)
     token, wanted = stats.token, plan.decoder.unmask.score()
-    if plan.temperature == 0 and not (plan.filters and wanted.transformed):
-        return stats, token, _score(scored, scored_banned, stats, wanted.statistic)
-    position = state.block_start.unsqueeze(1) + torch.arange(logits.shape[1], device=logits.device)
-    noise = uniform(state.seed.unsqueeze(1), position, state.nfe.unsqueeze(1), TOKEN_STREAM)
     score: Tensor | None = None
-    if plan.filters or wanted.transformed:
-        token, score = draw(
-            scored,
-            token,
-            scored_banned,
-            Draw(plan.temperature, plan.top_p, plan.top_k, allowed.shape[-1], banned, wanted.statistic),
-            noise,
-        )
-    else:
-        token = sample(allowed, token, banned, plan.temperature, noise)
-    drawn = scored.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(torch.float64)
-    confidence = torch.where(token == stats.token, stats.confidence, (drawn - stats.logsumexp).exp())
-    stats = stats._replace(confidence=confidence)
+    if plan.temperature > 0 or (plan.filters and wanted.transformed):
+        position = state.block_start.unsqueeze(1) + torch.arange(logits.shape[1], device=logits.device)
+        noise = uniform(state.seed.unsqueeze(1), position, state.nfe.unsqueeze(1), TOKEN_STREAM)
+        if plan.filters or wanted.transformed:
+            how = Draw(plan.temperature, plan.top_p, plan.top_k, allowed.shape[-1], banned)
+            token, score = draw(scored, token, scored_banned, how, noise, wanted.statistic)
+        else:
+            token = sample(allowed, token, banned, plan.temperature, noise)
     if score is None or not wanted.transformed:
-        score = _score(scored, scored_banned, stats, wanted.statistic)
+        score = score_of(wanted.statistic, token, scored, stats, scored_banned)
+    if plan.temperature > 0:
+        stats = stats._replace(confidence=probability_of(token, scored, stats))
     return stats, token, score
-
-
-def _score(scored: Tensor, banned_token: int | None, stats: ops.TokenStats, statistic: str) -> Tensor:
-    if statistic == "confidence":
-        return stats.confidence
-    if statistic == "negative entropy":
-        return -stats.entropy
-    allowed = scored.shape[-1] - (banned_token is not None)
-    best = ops.topk_snapshot(scored, min(2, allowed), banned_token=banned_token).logp.exp()
-    return best[..., 0] - best[..., 1:].sum(-1)
 
 
 def _first_alone(selection: Selection, masked: Tensor, state: State) -> Selection:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,23 +48,24 @@ class Score(NamedTuple):
     """A number a position that says how sure the model is of its token."""
 
     statistic: str = "confidence"
-    """"confidence", the probability of the token to commit; "margin", how much likelier the likeliest token is
-    than the second; "negative entropy", in nats."""
+    """"confidence", the probability of the token to commit; "margin", by how much the likeliest token is
+    likelier than the second; "negative entropy", in nats."""
     transformed: bool = False
     """Whether it is that of the distribution from which tokens are drawn, with its temperature, top-p and
     top-k, or of the model's."""
 
 
-class UnmaskingRule(Protocol):
+class UnmaskingRule(ABC):
     """One of the four choices that make a decoder. Rules inherit from this class."""
 
-    def check(self, gen_length: int, blocks: int | None) -> None:
+    def check(self, gen_length: int, blocks: int | None) -> None:  # noqa: B027
         """Raise ValueError if the rule cannot fill this many tokens in that many blocks (None: unknown)."""
 
     def score(self) -> Score:
         """What the rule ranks positions by."""
         return Score()
 
+    @abstractmethod
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
         """Choose; reads nothing on the host. `state` is that of the block, `blocks` as in `check`."""
 
@@ -91,8 +93,7 @@ class OnePerStep(UnmaskingRule):
     def check(self, gen_length: int, blocks: int | None) -> None:
         if self.steps is None:
             return
-        if blocks is None:
-            raise ValueError("steps needs blocks whose number is known beforehand; leave it out")
+        blocks = _check.known_blocks(blocks)
         if not blocks <= self.steps <= gen_length:
             raise ValueError(
                 f"steps must lie between the number of blocks, {blocks}, and gen_length, {gen_length}; "
@@ -128,12 +129,7 @@ class Threshold(UnmaskingRule):
     tau: float = 0.9
 
     def __post_init__(self) -> None:
-        _check.number("tau", self.tau)
-        if not 0 <= self.tau <= 1:
-            raise ValueError(f"tau must lie in [0, 1], got {self.tau!r}")
-
-    def check(self, gen_length: int, blocks: int | None) -> None:
-        pass
+        _check.probability("tau", self.tau)
 
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
         selected = ops.confidence_select(
@@ -165,9 +161,6 @@ class Factor(UnmaskingRule):
         if self.factor <= 0:
             raise ValueError(f"factor must be positive, got {self.factor!r}")
         _check.compat(self.compat)
-
-    def check(self, gen_length: int, blocks: int | None) -> None:
-        pass
 
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
         selected = ops.confidence_select(
@@ -203,10 +196,9 @@ class CAP(UnmaskingRule):
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tau_low", "tau_high", "gamma"):
-            _check.number(name, getattr(self, name))
-        if not 0 <= self.tau_low <= 1:
-            raise ValueError(f"tau_low must lie in [0, 1], got {self.tau_low!r}")
+        _check.probability("tau_low", self.tau_low)
+        _check.number("tau_high", self.tau_high)
+        _check.number("gamma", self.gamma)
         if self.tau_low > self.tau_high:
             raise ValueError(
                 f"tau_low must not exceed tau_high, got tau_low = {self.tau_low!r} and "
@@ -214,9 +206,6 @@ class CAP(UnmaskingRule):
             )
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict must be a bool, got {self.strict!r}")
-
-    def check(self, gen_length: int, blocks: int | None) -> None:
-        pass
 
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
         chosen = ops.cap_select(

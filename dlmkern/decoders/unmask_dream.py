@@ -63,24 +63,21 @@ class DreamSchedule(UnmaskingRule):
             raise ValueError(f"eps must lie in (0, 1), got {self.eps!r}")
         if self.alg_temp is not None:
             _check.finite_number_from_zero("alg_temp", self.alg_temp)
-        _check.number("tau", self.tau)
-        if not 0 <= self.tau <= 1:
-            raise ValueError(f"tau must lie in [0, 1], got {self.tau!r}")
+        _check.probability("tau", self.tau)
         _check.compat(self.compat)
 
     def check(self, gen_length: int, blocks: int | None) -> None:
         if self.steps is None:
             return
-        if blocks is None:
-            raise ValueError("steps needs blocks whose number is known beforehand; leave it out")
+        blocks = _check.known_blocks(blocks)
         if self.steps % blocks:
             raise ValueError(
                 f"steps must be a multiple of the number of blocks, {blocks}, got steps = {self.steps}"
             )
-        if self._is_capped() and gen_length % self.steps:
+        if self._is_capped() and (blocks != 1 or gen_length % self.steps):
             raise ValueError(
-                f'alg = "confidence_threshold" with compat = "official": steps must divide gen_length = '
-                f"{gen_length}, got steps = {self.steps}"
+                'alg = "confidence_threshold" with compat = "official" needs one block and steps that divide '
+                f"gen_length; got {blocks} blocks, gen_length = {gen_length}, steps = {self.steps}"
             )
 
     def score(self) -> Score:

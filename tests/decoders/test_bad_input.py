@@ -117,7 +117,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "official steps": (
         {"decoder": d.dream("confidence_threshold", 4, compat="official")},
         ValueError,
-        "steps must divide gen_length = 6, got steps = 4",
+        "got 1 blocks, gen_length = 6, steps = 4",
+    ),
+    "official steps in blocks": (
+        {
+            "decoder": d.Decoder(
+                d.FixedBlocks(3), d.DreamSchedule("confidence_threshold", 6, compat="official")
+            )
+        },
+        ValueError,
+        "needs one block .* got 2 blocks, gen_length = 6, steps = 6",
     ),
     "steps without blocks": (
         {"decoder": d.Decoder(d.DepGABlocks(), d.OnePerStep(steps=4))},
@@ -132,11 +141,6 @@ def test_generate(name: str) -> None:
     changes, error, message = BAD[name]
     with pytest.raises(error, match=message):
         generate(**changes)
-
-
-class HalfARule:
-    def select(self) -> None:
-        pass
 
 
 SETTINGS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -173,10 +177,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "eps nan": (lambda: d.dream(eps=float("nan")), "eps must be a number, got nan"),
     "alg_temp": (lambda: d.dream(alg_temp=-1.0), "alg_temp must be a finite number of at least 0, got -1.0"),
     "dream tau": (lambda: d.dream(tau=-0.5), r"tau must lie in \[0, 1\], got -0.5"),
-    "no score": (lambda: d.Decoder(d.FixedBlocks(), HalfARule()), r"with a method score\(\)"),  # type: ignore[arg-type]
-    "compat": (lambda: d.depcap(compat="paper"), "compat must be None or \"official\", got 'paper'"),
-    "blocks": (lambda: d.Decoder(8, d.Threshold()), "blocks must be an object"),  # type: ignore[arg-type]
-    "a class": (lambda: d.Decoder(d.FixedBlocks(), d.CAP), "unmask must be an object"),  # type: ignore[arg-type]
+    "no rule": (lambda: d.Decoder(d.FixedBlocks(), 0.9), "unmask must be an UnmaskingRule, got 0.9"),  # type: ignore[arg-type]
 }
 
 
