@@ -14,6 +14,18 @@ from .dtypes import narrow, wide
 from .launch import Launch, run
 
 _TILE = 1024  # numbers in the tile of half rows that a program holds at a time
+_STRIDES = tuple(
+    f"{tensor}_stride_{axis}"
+    for tensor, axes in (
+        ("k_cache", "bhld"),
+        ("v_cache", "bhld"),
+        ("k", "bhnd"),
+        ("v", "bhnd"),
+        ("cos", "ld"),
+        ("sin", "ld"),
+    )
+    for axis in axes
+)
 
 
 @triton.jit
@@ -188,6 +200,8 @@ def plan(
     half = (d + 1) // 2
     half_block = triton.next_power_of_2(max(half, 1))
     heads = min(triton.next_power_of_2(max(H, 1)), max(_TILE // half_block, 1))
+    tables = (0, 0, 0, 0) if cos is None or sin is None else (*cos.stride(), *sin.stride())
+    strides = (*k_cache.stride(), *v_cache.stride(), *k.stride(), *v.stride(), *tables)
     arguments = {
         "k_cache_ptr": k_cache,
         "v_cache_ptr": v_cache,
@@ -202,19 +216,10 @@ def plan(
         "H": H,
         "d": d,
         "half": half,
+        **dict(zip(_STRIDES, strides, strict=True)),
         "HEADS": heads,
         "HALF": half_block,
     }
-    for name, tensor, axes in (
-        ("k_cache", k_cache, "bhld"),
-        ("v_cache", v_cache, "bhld"),
-        ("k", k, "bhnd"),
-        ("v", v, "bhnd"),
-        ("cos", cos, "ld"),
-        ("sin", sin, "ld"),
-    ):
-        strides = (0, 0) if tensor is None else tensor.stride()
-        arguments |= {f"{name}_stride_{axis}": s for axis, s in zip(axes, strides, strict=True)}
     grid = (B * n, 1 if drift else triton.cdiv(H, heads), 2)
     num_warps = min(max(heads * half_block // 256, 1), 4)
     return [Launch(kv_block_write_kernel, grid, arguments, num_warps)], moved
