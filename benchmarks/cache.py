@@ -372,9 +372,7 @@ QUICK = Setting(64, 2, 4, 192, 1_000, prompt=64, gen_length=64, steps=8)
 QUICK_LENGTHS = (96, 192)
 
 
-def measure(quick: bool) -> tuple[list[Speed], list[Share], list[Cost]]:
-    machine = measure_machine()
-    print(f"{machine.flops / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s\n")
+def measure(machine: Machine, quick: bool) -> tuple[list[Speed], list[Share], list[Cost]]:
     base, lengths = (QUICK, QUICK_LENGTHS) if quick else (FULL, LENGTHS)
     speed_rows: list[Speed] = []
     share_rows: list[Share] = []
@@ -405,13 +403,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quality:
         rows: dict[str, Iterable[Any]] = {"quality": cache_quality.run(prompts=10 if options.quick else 100)}
     else:
-        speed_rows, share_rows, cost_rows = measure(options.quick)
+        machine = measure_machine()
+        print(f"This machine: {machine.flops / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s\n")
+        speed_rows, share_rows, cost_rows = measure(machine, options.quick)
         print(speed_table(speed_rows), share_table(share_rows), sep="\n\n", end="\n\n")
         print(*ratios(share_rows), cost_table(cost_rows), sep="\n\n")
         if not options.quick:
             plot(cost_rows, options.plot)
             print(f"\nwritten: {options.plot}")
-        rows = {"speed": speed_rows, "shares": share_rows, "cost": cost_rows}
+        rows = {"machine": [machine], "speed": speed_rows, "shares": share_rows, "cost": cost_rows}
     if options.json:
         environment = {"torch": torch.__version__, "threads": options.threads}
         document = {name: [asdict(row) for row in some] for name, some in rows.items()}

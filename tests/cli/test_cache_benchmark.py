@@ -94,7 +94,7 @@ def test_positions_of_the_quality_tables(
     rows = cache_quality.run(prompts=3)
     length = chains4.PROMPT_LENGTH + chains4.ANSWER_LENGTH
     whole = [row for row in rows if row.variant in ("none", "paper", "official", "refresh=1")]
-    assert len(whole) == 5 + 4 + 1
+    assert len(whole) == 6 + 4 + 2
     for row in whole:
         assert row.positions == pytest.approx(length * row.nfe)
     model = models.tiny()
