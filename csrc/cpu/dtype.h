@@ -51,11 +51,6 @@ template <>
 }
 
 template <>
-[[maybe_unused]] double round_to<double>(float value) {
-  return static_cast<double>(value);
-}
-
-template <>
 [[maybe_unused]] BFloat16 round_to<BFloat16>(float value) {
   const uint32_t bits = float_to_bits(value);
   if (value != value) return {0x7fc0};

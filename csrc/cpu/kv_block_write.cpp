@@ -39,8 +39,11 @@ const Real* table_row(const dlmkern_view& table, int64_t p, Real* buffer) {
 
 template <class T, class Real>
 T rounded(Real value) {
-  if constexpr (std::is_same_v<T, double>) return value;
-  return round_to<T>(static_cast<float>(value));
+  if constexpr (std::is_same_v<T, double>) {
+    return value;
+  } else {
+    return round_to<T>(static_cast<float>(value));
+  }
 }
 
 // Turns a key: element j pairs with j + size / 2.
