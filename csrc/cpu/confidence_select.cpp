@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "candidate.h"
-#include "check.h"
+#include "check_ops.h"
 #include "parallel.h"
 #include "tensor.h"
 
@@ -59,12 +59,8 @@ using namespace dlmkern;
 extern "C" int dlmkern_cpu_confidence_select(const dlmkern_view* confidence, const dlmkern_view* mask,
                                              const dlmkern_view* parameter, int rule,
                                              const dlmkern_view* selected) {
-  DLMKERN_TRY(check_input(confidence, kReal, {kAnySize, kAnySize}));
+  DLMKERN_TRY(check_confidence_select(confidence, mask, parameter, rule, selected));
   const int64_t B = confidence->shape[0], n = confidence->shape[1];
-  DLMKERN_TRY(check_optional_input(mask, kBool, {B, n}));
-  DLMKERN_TRY(check_input(parameter, kFloat64, {B}));
-  if (rule < DLMKERN_RULE_THRESHOLD || rule > DLMKERN_RULE_FACTOR_OFFICIAL) return DLMKERN_ERROR_VALUE;
-  DLMKERN_TRY(check_output(selected, kBool, {B, n}));
   if (n == 0) return DLMKERN_OK;
   return guarded([&] {
     std::vector<Candidate> candidates(static_cast<size_t>(B * n));

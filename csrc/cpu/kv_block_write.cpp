@@ -2,7 +2,7 @@
 #include <limits>
 #include <vector>
 
-#include "check.h"
+#include "check_ops.h"
 #include "parallel.h"
 #include "tensor.h"
 
@@ -155,21 +155,7 @@ extern "C" int dlmkern_cpu_kv_block_write(const dlmkern_view* k_cache, const dlm
                                           const dlmkern_view* k, const dlmkern_view* v,
                                           const dlmkern_view* positions, const dlmkern_view* cos,
                                           const dlmkern_view* sin, const dlmkern_view* drift) {
-  DLMKERN_TRY(check_output(k_cache, kFloat, {kAnySize, kAnySize, kAnySize, kAnySize}));
-  const int64_t B = k_cache->shape[0], H = k_cache->shape[1], L = k_cache->shape[2], d = k_cache->shape[3];
-  const unsigned dtype = dtype_bit(k_cache->dtype);
-  DLMKERN_TRY(check_output(v_cache, dtype, {B, H, L, d}));
-  DLMKERN_TRY(check_input(positions, kInt64, {B, kAnySize}));
-  const int64_t n = positions->shape[1];
-  DLMKERN_TRY(check_input(k, dtype, {B, H, n, d}));
-  DLMKERN_TRY(check_input(v, dtype, {B, H, n, d}));
-  if ((cos == nullptr) != (sin == nullptr)) return DLMKERN_ERROR_NULL;
-  if (cos != nullptr) {
-    DLMKERN_TRY(check_input(cos, kReal, {kAnySize, d}));
-    DLMKERN_TRY(check_input(sin, dtype_bit(cos->dtype), {cos->shape[0], d}));
-    if (cos->shape[0] < L || d % 2 != 0) return DLMKERN_ERROR_SHAPE;
-  }
-  DLMKERN_TRY(check_optional_output(drift, kFloat32, {4, B, n}));
+  DLMKERN_TRY(check_kv_block_write(k_cache, v_cache, k, v, positions, cos, sin, drift));
   return guarded([&] {
     const Arguments arguments{*k_cache, *v_cache, *k, *v, *positions, cos, sin, drift};
     with_float_type(k_cache->dtype, [&](auto* type) {

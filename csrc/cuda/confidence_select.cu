@@ -1,6 +1,7 @@
 // A block for each row sorts it by confidence, after which a position's rank is its place. The bitonic
 // network takes n log^2 n steps and needs no scratch but the order; it lies in shared memory up to about 4000
 // positions, beyond that in the workspace.
+#include "check_ops.h"
 #include "views.h"
 
 namespace dlmkern {
@@ -133,12 +134,8 @@ extern "C" int dlmkern_cuda_confidence_select(const dlmkern_view* confidence, co
                                               const dlmkern_view* parameter, int rule,
                                               const dlmkern_view* selected, void* workspace,
                                               size_t workspace_bytes, void* stream) {
-  DLMKERN_TRY(check_input(confidence, kReal, {kAnySize, kAnySize}));
+  DLMKERN_TRY(check_confidence_select(confidence, mask, parameter, rule, selected));
   const int64_t B = confidence->shape[0], n = confidence->shape[1];
-  DLMKERN_TRY(check_optional_input(mask, kBool, {B, n}));
-  DLMKERN_TRY(check_input(parameter, kFloat64, {B}));
-  if (rule < DLMKERN_RULE_THRESHOLD || rule > DLMKERN_RULE_FACTOR_OFFICIAL) return DLMKERN_ERROR_VALUE;
-  DLMKERN_TRY(check_output(selected, kBool, {B, n}));
   if (B == 0 || n == 0) return DLMKERN_OK;
   if (!fits_grid(B) || n > kMostPositions) return DLMKERN_ERROR_SHAPE;
   DLMKERN_TRY(check_workspace(workspace, workspace_bytes, dlmkern_cuda_confidence_select_workspace(B, n)));

@@ -5,6 +5,7 @@
 // negligible, so memory is the bound: for H d = 4096 in bfloat16, 32 KB a position (48 KB with drift). A
 // block of 32 positions, 1 MB, takes 0.3 us at 3.3 TB/s, less than the launch: there it is the single launch
 // that counts, and the vectors of 16 bytes for a prompt of thousands.
+#include "check_ops.h"
 #include "views.h"
 
 namespace dlmkern {
@@ -186,21 +187,8 @@ extern "C" int dlmkern_cuda_kv_block_write(const dlmkern_view* k_cache, const dl
                                            const dlmkern_view* k, const dlmkern_view* v,
                                            const dlmkern_view* positions, const dlmkern_view* cos,
                                            const dlmkern_view* sin, const dlmkern_view* drift, void* stream) {
-  DLMKERN_TRY(check_output(k_cache, kFloat, {kAnySize, kAnySize, kAnySize, kAnySize}));
-  const int64_t B = k_cache->shape[0], H = k_cache->shape[1], L = k_cache->shape[2], d = k_cache->shape[3];
-  const unsigned dtype = dtype_bit(k_cache->dtype);
-  DLMKERN_TRY(check_output(v_cache, dtype, {B, H, L, d}));
-  DLMKERN_TRY(check_input(k, dtype, {B, H, kAnySize, d}));
-  const int64_t n = k->shape[2];
-  DLMKERN_TRY(check_input(v, dtype, {B, H, n, d}));
-  DLMKERN_TRY(check_input(positions, kInt64, {B, n}));
-  if ((cos == nullptr) != (sin == nullptr)) return DLMKERN_ERROR_NULL;
-  if (cos != nullptr) {
-    DLMKERN_TRY(check_input(cos, kReal, {kAnySize, d}));
-    DLMKERN_TRY(check_input(sin, dtype_bit(cos->dtype), {cos->shape[0], d}));
-    if (cos->shape[0] < L || d % 2 != 0) return DLMKERN_ERROR_SHAPE;
-  }
-  DLMKERN_TRY(check_optional_output(drift, kFloat32, {4, B, n}));
+  DLMKERN_TRY(check_kv_block_write(k_cache, v_cache, k, v, positions, cos, sin, drift));
+  const int64_t B = k->shape[0], H = k->shape[1], n = k->shape[2], d = k->shape[3], L = k_cache->shape[2];
   if (B == 0 || n == 0) return DLMKERN_OK;
   if (!rows_fit_grid(B, n) || !fits_grid(2 * B * n) || !fits_grid(H * d + kThreads))
     return DLMKERN_ERROR_SHAPE;

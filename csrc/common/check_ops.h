@@ -1,0 +1,38 @@
+// What the CPU and the CUDA function of an op refuse alike.
+#pragma once
+
+#include "check.h"
+
+namespace dlmkern {
+
+inline int check_confidence_select(const dlmkern_view* confidence, const dlmkern_view* mask,
+                                   const dlmkern_view* parameter, int rule, const dlmkern_view* selected) {
+  DLMKERN_TRY(check_input(confidence, kReal, {kAnySize, kAnySize}));
+  const int64_t B = confidence->shape[0], n = confidence->shape[1];
+  DLMKERN_TRY(check_optional_input(mask, kBool, {B, n}));
+  DLMKERN_TRY(check_input(parameter, kFloat64, {B}));
+  if (rule < DLMKERN_RULE_THRESHOLD || rule > DLMKERN_RULE_FACTOR_OFFICIAL) return DLMKERN_ERROR_VALUE;
+  return check_output(selected, kBool, {B, n});
+}
+
+inline int check_kv_block_write(const dlmkern_view* k_cache, const dlmkern_view* v_cache,
+                                const dlmkern_view* k, const dlmkern_view* v, const dlmkern_view* positions,
+                                const dlmkern_view* cos, const dlmkern_view* sin, const dlmkern_view* drift) {
+  DLMKERN_TRY(check_output(k_cache, kFloat, {kAnySize, kAnySize, kAnySize, kAnySize}));
+  const int64_t B = k_cache->shape[0], H = k_cache->shape[1], L = k_cache->shape[2], d = k_cache->shape[3];
+  const unsigned dtype = dtype_bit(k_cache->dtype);
+  DLMKERN_TRY(check_output(v_cache, dtype, {B, H, L, d}));
+  DLMKERN_TRY(check_input(positions, kInt64, {B, kAnySize}));
+  const int64_t n = positions->shape[1];
+  DLMKERN_TRY(check_input(k, dtype, {B, H, n, d}));
+  DLMKERN_TRY(check_input(v, dtype, {B, H, n, d}));
+  if ((cos == nullptr) != (sin == nullptr)) return DLMKERN_ERROR_NULL;
+  if (cos != nullptr) {
+    DLMKERN_TRY(check_input(cos, kReal, {kAnySize, d}));
+    DLMKERN_TRY(check_input(sin, dtype_bit(cos->dtype), {cos->shape[0], d}));
+    if (cos->shape[0] < L || d % 2 != 0) return DLMKERN_ERROR_SHAPE;
+  }
+  return check_optional_output(drift, kFloat32, {4, B, n});
+}
+
+}  // namespace dlmkern
