@@ -33,7 +33,9 @@ class KVCache:
     ) -> KVCache:
         """A buffer for `rows` rows of at most `length` positions."""
         shape = (layers, 2, rows, heads, length, head_dim)
-        return KVCache(torch.zeros(shape, dtype=dtype, device=device))
+        # An inference tensor could not be written outside inference mode, where decoding may go on.
+        with torch.inference_mode(False):
+            return KVCache(torch.zeros(shape, dtype=dtype, device=device))
 
     @property
     def rows(self) -> int:

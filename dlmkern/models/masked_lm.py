@@ -8,6 +8,7 @@ them as `MaskedLM.forward` does.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,6 +18,8 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from dlmkern.models.kv_cache import KVCache
 from dlmkern.models.layers import RMSNorm, attention
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -32,6 +35,10 @@ class Block(nn.Module):
     @abstractmethod
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The block's output `[B, n, d]` from its input `x` and what `attention` returned."""
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """`[B, n, d]`; `attend` gets queries, keys and values and returns `[B, Hq, n, head_dim]`."""
+        return self.finish(x, attend(*self.qkv(x, rope)))
 
 
 class MaskedLM(PreTrainedModel):
@@ -90,7 +97,7 @@ class MaskedLM(PreTrainedModel):
 
         With a cache, a first pass over whole rows fills it, and later ones compute only some positions: these
         replace their keys and values in the cache and see all the others there, as they were when last
-        computed.
+        computed. Passes with a cache carry no gradient.
 
         Args:
             input_ids: token ids, int64 `[B, n]`: whole rows, or the tokens at `token_positions`.
@@ -131,24 +138,27 @@ class MaskedLM(PreTrainedModel):
         if positions is not None:
             _check_ids("positions", positions, (batch, None), 0, n)
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
-        if token_positions is None:
-            rope = self.rope(torch.arange(n, device=input_ids.device))
-        else:
-            rope = self.rope(token_positions.clamp(min=0).unsqueeze(1))
-        x = self.embed(input_ids)
-        for layer, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            q, k, v = block.qkv(x, rope)
-            if cache is not None:
-                if token_positions is None:
-                    cache.write_rows(layer, k, v, cache_rows)
-                else:
-                    k, v = cache.write_block(layer, k, v, token_positions)
-            x = block.finish(x, attention(q, k, v, key_mask))
-        if positions is not None:
-            x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        # What transformers calls the type of logits differs between its versions.
-        return MaskedLMOutput(logits=cast(Any, self.head(x)))
+        # Whatever is kept of a pass is kept without its graph.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            if token_positions is None:
+                rope = self.rope(torch.arange(n, device=input_ids.device))
+            else:
+                rope = self.rope(token_positions.clamp(min=0).unsqueeze(1))
+            x = self.embed(input_ids)
+            for layer, block in enumerate(self.blocks):
+
+                def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
+                    if cache is not None and token_positions is not None:
+                        k, v = cache.write_block(layer, k, v, token_positions)
+                    elif cache is not None:
+                        cache.write_rows(layer, k, v, cache_rows)
+                    return attention(q, k, v, key_mask)
+
+                x = block(x, rope, attend)
+            if positions is not None:
+                x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+            # What transformers calls the type of logits differs between its versions.
+            return MaskedLMOutput(logits=cast(Any, self.head(x)))
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

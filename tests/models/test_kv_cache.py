@@ -372,3 +372,30 @@ def test_bad_input(
         model(**{"input_ids": ids(2, 2), **arguments})
     if isinstance(cache, KVCache) and cache.storage.device.type == "cpu":
         assert (cache.storage == 0).all()  # nothing was written
+
+
+def test_a_pass_with_a_cache_carries_no_gradient(model: MaskedLM) -> None:
+    """Also where gradients are recorded; without a cache they are."""
+    cache = model.new_cache(1, 4)
+    with torch.enable_grad():
+        assert model(ids(1, 4)).logits.requires_grad
+        assert not model(ids(1, 4), cache=cache).logits.requires_grad
+        place = torch.tensor([[1, 2]])
+        assert not model(ids(1, 2), cache=cache, token_positions=place).logits.requires_grad
+
+
+def test_a_cache_outlives_inference_mode(model: MaskedLM) -> None:
+    with torch.inference_mode():
+        cache = model.new_cache(1, 4)
+        expected = model(ids(1, 4), cache=cache).logits
+    assert torch.equal(model(ids(1, 4), cache=cache).logits, expected)
+
+
+def test_hooks_of_blocks_run(model: MaskedLM) -> None:
+    """In every pass: what transformers' users attach to a layer sees the layer's output."""
+    seen = []
+    model.blocks[1].register_forward_hook(lambda _module, _input, output: seen.append(output.shape))
+    cache = model.new_cache(1, 4)
+    model(ids(1, 4), cache=cache)
+    model(ids(1, 2), cache=cache, token_positions=torch.tensor([[1, 2]]))
+    assert [shape[:2] for shape in seen] == [(1, 4), (1, 2)]
