@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlmkern import ops
 from dlmkern.decoders import _check, presets
+from dlmkern.decoders.cache import Cache
 from dlmkern.decoders.forward import Model
 from dlmkern.decoders.sampling import sample
 from dlmkern.drop_in._batch import (
@@ -36,11 +37,12 @@ def generate(
     step_callback: Callable[[int], object] | None = None,
     *,
     attention_mask: Tensor | None = None,
+    cache: str | Cache | None = None,
     compat: str | None = None,
     seed: int | Sequence[int] | None = None,
 ) -> tuple[Tensor, int]:
-    """Decode block by block without a cache: `decoders.factor` if `factor` is given, or else
-    `decoders.threshold` if `threshold` is, or else `decoders.vanilla`.
+    """Decode block by block: `decoders.factor` if `factor` is given, or else `decoders.threshold` if
+    `threshold` is, or else `decoders.vanilla`.
 
     Args:
         model, compat, seed: see `dlmkern.drop_in`.
@@ -57,6 +59,7 @@ def generate(
         factor: above 0.
         step_callback: called after each forward pass with its 0-based index.
         attention_mask: `[B, P]`, 0 where there is padding.
+        cache: see `decoders.Decoder`; one that keeps anything needs a model of `dlmkern.models`.
 
     Returns:
         int64 `[B, P + gen_length]` on the model's device, without masks; and the number of forward passes of
@@ -65,23 +68,36 @@ def generate(
     Raises:
         TypeError, ValueError, FloatingPointError: as `dlmkern.generate`.
     """
-    return _generate(
+    check_prompt("prompt", prompt)
+    check_mask_id(model, "mask_id", mask_id)
+    if (threshold is not None or factor is not None) and remasking != "low_confidence":
+        raise ValueError(f'remasking must be "low_confidence" with a threshold or factor, got {remasking!r}')
+    if factor is not None:
+        decoder = presets.factor(factor, block_length, cache, compat=compat)
+    elif threshold is not None:
+        check_threshold(threshold)
+        decoder = presets.threshold(threshold, block_length, cache, compat=compat)
+    else:
+        decoder = presets.vanilla(
+            block_length, schedule_steps(steps, gen_length), cache, remasking=remasking, compat=compat
+        )
+    stream = open_stream(
         model,
+        "prompt",
         prompt,
-        None,
-        steps,
-        gen_length,
-        block_length,
-        temperature,
-        remasking,
-        mask_id,
-        threshold,
-        factor,
-        step_callback,
         attention_mask,
-        compat,
-        seed,
+        decoder,
+        gen_length,
+        temperature=temperature,
+        seed=seed,
+        mask_token_id=mask_id,
     )
+    nfe = 0
+    for step in stream:
+        if step_callback is not None:
+            step_callback(step.forward)
+        nfe += 1
+    return sequences(prompt, stream), nfe
 
 
 def generate_with_prefix_cache(
@@ -102,22 +118,22 @@ def generate_with_prefix_cache(
     seed: int | Sequence[int] | None = None,
 ) -> tuple[Tensor, int]:
     """`generate` with `decoders.PrefixCache`; the model is one of `dlmkern.models`."""
-    return _generate(
+    return generate(
         model,
         prompt,
-        "prefix",
-        steps,
-        gen_length,
-        block_length,
-        temperature,
-        remasking,
-        mask_id,
-        threshold,
-        factor,
-        step_callback,
-        attention_mask,
-        compat,
-        seed,
+        steps=steps,
+        gen_length=gen_length,
+        block_length=block_length,
+        temperature=temperature,
+        remasking=remasking,
+        mask_id=mask_id,
+        threshold=threshold,
+        factor=factor,
+        step_callback=step_callback,
+        attention_mask=attention_mask,
+        cache="prefix",
+        compat=compat,
+        seed=seed,
     )
 
 
@@ -139,22 +155,22 @@ def generate_with_dual_cache(
     seed: int | Sequence[int] | None = None,
 ) -> tuple[Tensor, int]:
     """`generate` with `decoders.DualCache`; the model is one of `dlmkern.models`."""
-    return _generate(
+    return generate(
         model,
         prompt,
-        "dual",
-        steps,
-        gen_length,
-        block_length,
-        temperature,
-        remasking,
-        mask_id,
-        threshold,
-        factor,
-        step_callback,
-        attention_mask,
-        compat,
-        seed,
+        steps=steps,
+        gen_length=gen_length,
+        block_length=block_length,
+        temperature=temperature,
+        remasking=remasking,
+        mask_id=mask_id,
+        threshold=threshold,
+        factor=factor,
+        step_callback=step_callback,
+        attention_mask=attention_mask,
+        cache="dual",
+        compat=compat,
+        seed=seed,
     )
 
 
@@ -231,55 +247,6 @@ def get_transfer_index_dynamic(
         confidence=confidence, mask=mask_index, rule="factor", factor=factor, compat=compat
     )
     return x0, chosen.selected
-
-
-def _generate(
-    model: Model,
-    prompt: Tensor,
-    cache: str | None,
-    steps: int,
-    gen_length: int,
-    block_length: int,
-    temperature: float,
-    remasking: str,
-    mask_id: int,
-    threshold: float | None,
-    factor: float | None,
-    step_callback: Callable[[int], object] | None,
-    attention_mask: Tensor | None,
-    compat: str | None,
-    seed: int | Sequence[int] | None,
-) -> tuple[Tensor, int]:
-    check_prompt("prompt", prompt)
-    check_mask_id(model, "mask_id", mask_id)
-    if (threshold is not None or factor is not None) and remasking != "low_confidence":
-        raise ValueError(f'remasking must be "low_confidence" with a threshold or factor, got {remasking!r}')
-    if factor is not None:
-        decoder = presets.factor(factor, block_length, cache, compat=compat)
-    elif threshold is not None:
-        check_threshold(threshold)
-        decoder = presets.threshold(threshold, block_length, cache, compat=compat)
-    else:
-        decoder = presets.vanilla(
-            block_length, schedule_steps(steps, gen_length), cache, remasking=remasking, compat=compat
-        )
-    stream = open_stream(
-        model,
-        "prompt",
-        prompt,
-        attention_mask,
-        decoder,
-        gen_length,
-        temperature=temperature,
-        seed=seed,
-        mask_token_id=mask_id,
-    )
-    nfe = 0
-    for step in stream:
-        if step_callback is not None:
-            step_callback(step.forward)
-        nfe += 1
-    return sequences(prompt, stream), nfe
 
 
 def _predict(

@@ -41,7 +41,7 @@ def test_signatures(cache: str | None) -> None:
         "step_callback": None,
     }
     assert list(positional.items()) == list(official.items())
-    assert other == {"attention_mask", "compat", "seed"}
+    assert other == {"attention_mask", "compat", "seed"} | ({"cache"} if cache is None else set())
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,17 @@ def test_are_decoders(method: str, compat: str | None, cache: str | None, model:
     assert torch.equal(sequences, torch.stack(out.sequences))
     assert out.nfe.max() <= nfe
     assert cache is not None or out.nfe.max() == nfe
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual", d.DualCache(refresh=2)])
+def test_cache(cache: str | d.DualCache, model: Any) -> None:
+    prompt = torch.tensor([[5, 6, 7], [400, 3, 3]])
+    sequences, nfe = fast_dllm.generate(model, prompt, 12, 12, 6, mask_id=499, cache=cache)
+    stream = dlmkern.generate_stream(model, prompt, d.vanilla(6, cache=cache), 12)
+    assert nfe == len(list(stream))
+    assert torch.equal(sequences, torch.stack(stream.result().sequences))
+    with pytest.raises(ValueError, match="cache must be None"):
+        fast_dllm.generate(model, prompt, mask_id=499, cache="both")
 
 
 def test_factor_comes_before_threshold() -> None:
