@@ -55,14 +55,13 @@ def check_prompt(name: str, prompt: Tensor) -> None:
         raise ValueError(f"{name} must hold at least one row, got shape {list(prompt.shape)}")
 
 
-def check_mask_id(model: Model, name: str, mask_id: int) -> int:
-    """The id, if it is not at odds with the model's own."""
+def check_mask_id(model: Model, name: str, mask_id: int) -> None:
+    """An id that is not at odds with the model's own."""
     if isinstance(mask_id, bool) or not isinstance(mask_id, int):
         raise TypeError(f"{name} must be an int, got {mask_id!r}")
     own = getattr(getattr(model, "config", None), "mask_token_id", None)
     if own is not None and own != mask_id:
         raise ValueError(f"{name} must be the model's mask_token_id = {own}, got {mask_id}")
-    return mask_id
 
 
 def check_threshold(threshold: float) -> None:

@@ -11,15 +11,8 @@ from dlmkern import ops
 from dlmkern.decoders import _check, presets
 from dlmkern.decoders.cache import Cache
 from dlmkern.decoders.forward import Model
-from dlmkern.decoders.sampling import sample
-from dlmkern.drop_in._batch import (
-    check_mask_id,
-    check_prompt,
-    check_threshold,
-    open_stream,
-    schedule_steps,
-    sequences,
-)
+from dlmkern.decoders.sampling import probability_of, sample
+from dlmkern.drop_in._batch import check_mask_id, check_threshold, open_stream, schedule_steps, sequences
 from dlmkern.ops import _check as _ops_check
 
 
@@ -68,7 +61,6 @@ def generate(
     Raises:
         TypeError, ValueError, FloatingPointError: as `dlmkern.generate`.
     """
-    check_prompt("prompt", prompt)
     check_mask_id(model, "mask_id", mask_id)
     if (threshold is not None or factor is not None) and remasking != "low_confidence":
         raise ValueError(f'remasking must be "low_confidence" with a threshold or factor, got {remasking!r}')
@@ -267,8 +259,7 @@ def _predict(
     token, confidence = stats.token, stats.confidence
     if temperature > 0:
         token = sample(logits, token, None, temperature, torch.rand_like(confidence))
-        drawn = logits.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(torch.float64)
-        confidence = (drawn - stats.logsumexp).exp()
+        confidence = probability_of(token, logits, stats)
     bad = (mask_index & (token < 0)).nonzero()
     if len(bad):
         row, position = bad[0].tolist()

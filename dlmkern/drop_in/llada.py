@@ -13,7 +13,7 @@ from dlmkern.decoders.forward import Model
 from dlmkern.decoders.presets import vanilla
 from dlmkern.decoders.state import State
 from dlmkern.decoders.unmask import Candidates, Selection, UnmaskingRule
-from dlmkern.drop_in._batch import check_mask_id, check_prompt, open_stream, schedule_steps, sequences
+from dlmkern.drop_in._batch import check_mask_id, open_stream, schedule_steps, sequences
 from dlmkern.models.masked_lm import MaskedLM
 
 # Of LLaDA's tokenizer, which is known by its mask.
@@ -65,7 +65,6 @@ def generate(
     Raises:
         TypeError, ValueError, FloatingPointError: as `dlmkern.generate`.
     """
-    check_prompt("prompt", prompt)
     check_mask_id(model, "mask_id", mask_id)
     decoder = vanilla(
         block_length,
