@@ -123,10 +123,10 @@ class Forward:
         self.cache = self.cache.narrow(self.cache.rows, max(lengths))
         output = self.model(
             ids,
-            lengths=end if min(lengths) < max(lengths) else None,
+            lengths=end.clone() if min(lengths) < max(lengths) else None,
             positions=columns,
             cache=self.cache,
-            token_positions=place,
+            position_ids=place,
         )
         return self._guided(self._check(output, columns.shape, ids.device))
 
@@ -163,7 +163,7 @@ class Forward:
     ) -> Tensor:
         if self.takes_windows:
             padded = min(lengths) < max(lengths)
-            output = self.model(ids, lengths=end if padded else None, positions=positions, **keywords)
+            output = self.model(ids, lengths=end.clone() if padded else None, positions=positions, **keywords)
             return self._check(output, positions.shape, ids.device)
         if min(lengths) == max(lengths):
             return self._window_of_equals(ids, positions, starts)

@@ -17,7 +17,7 @@ TOKEN_STREAM = 0
 REMASKING_STREAM = 1
 
 _CHUNK = 16384
-_ROWS = 8
+_POSITIONS = 8
 
 
 def uniform(seed: Tensor, position: Tensor, step: Tensor, stream: int) -> Tensor:
@@ -56,7 +56,7 @@ def sample(
     """Draw each position's token from `softmax(logits / temperature)` by inverting its distribution function.
 
     That is the distribution of LLaDA's Gumbel-argmax, with one random number a position in place of `V`. The
-    vocabulary is walked in chunks, so that nothing of the size of the logits is allocated.
+    vocabulary is walked in chunks of 16384 tokens, so that nothing of the size of the logits is allocated.
 
     Args:
         logits: `[B, n, V]`.
@@ -87,7 +87,8 @@ def sample(
     chunk, rest = _invert(chunks, noise * chunks.sum(-1))
     token = chunk.unsqueeze(-1) * _CHUNK + tokens[:_CHUNK]
     inside, _ = _invert(weights(logits.gather(-1, token.clamp(max=vocabulary - 1)), token), rest)
-    return torch.where(best < 0, best, chunk * _CHUNK + inside)
+    # At a low temperature it may have no weight beside a token that is not drawn, and then none has.
+    return torch.where((best < 0) | (top.squeeze(-1) == -torch.inf), best, chunk * _CHUNK + inside)
 
 
 def probability_of(token: Tensor, logits: Tensor, stats: ops.TokenStats) -> Tensor:
@@ -147,29 +148,28 @@ def draw(
         The tokens, int64 `[B, n]`, -1 where `best` is; and that score of the transformed distribution,
         float64 `[B, n]`.
     """
-    rows = zip(
-        logits.flatten(0, 1).split(_ROWS),
-        best.flatten().split(_ROWS),
-        noise.flatten().split(_ROWS),
-        strict=True,
-    )
-    parts = []
-    for x, b, u in rows:
-        x = _transform(x, b, banned_token, how)
-        stats = ops.token_stats(x, out_dtype=torch.float64)
-        token = sample(x[..., : how.allowed], b, how.banned_token, 1.0, u) if how.temperature > 0 else b
-        parts.append((token, score_of(statistic, token, x, stats, None)))
-    token, score = (torch.cat(column).view(best.shape) for column in zip(*parts, strict=True))
-    return token, score
+    tokens, scores = torch.empty_like(best), torch.empty_like(noise)
+    for row in range(best.shape[0]):
+        for start in range(0, best.shape[1], _POSITIONS):
+            part = row, slice(start, start + _POSITIONS)
+            x = _transform(logits[part], best[part], banned_token, how)
+            stats = ops.token_stats(x, out_dtype=torch.float64)
+            token = best[part]
+            if how.temperature > 0:
+                token = sample(x[..., : how.allowed], token, how.banned_token, 1.0, noise[part])
+            tokens[part], scores[part] = token, score_of(statistic, token, x, stats, None)
+    return tokens, scores
 
 
 def _transform(logits: Tensor, best: Tensor, banned_token: int | None, how: Draw) -> Tensor:
-    """Logits `[n, V]` of the distribution that is drawn from."""
-    x = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    if how.temperature > 0:
-        x = x / how.temperature
+    """Logits `[n, V]` of the distribution that is drawn from, float64, the largest of them 0."""
+    x = logits.to(torch.float64)
     if banned_token is not None:
         x = x.index_fill(-1, torch.full_like(best[:1], banned_token), -torch.inf)
+    # Before the division, which may overflow.
+    x = x - x.amax(-1, keepdim=True)
+    if how.temperature > 0:
+        x = x / how.temperature
     kept = best.clamp(min=0).unsqueeze(-1)
     top = x.gather(-1, kept)
     if how.top_p is not None:
