@@ -59,7 +59,7 @@ def op_calls(
     generator = torch.Generator().manual_seed(n)
     cache, block = (torch.randn((batch, 2, rows, 32), generator=generator).to(logits) for rows in (n + 9, n))
     positions = torch.arange(n, device=logits.device).expand(batch, n) + 4
-    angles = torch.rand((n + 9, 32), generator=generator).to(logits.device)
+    angles = torch.rand((n + 9, 32), generator=generator).to(stats.confidence)
 
     def write() -> tuple[Tensor, ...]:
         k_cache, v_cache = cache.clone(), cache.clone()

@@ -28,8 +28,9 @@ inline int check_kv_block_write(const dlmkern_view* k_cache, const dlmkern_view*
   DLMKERN_TRY(check_input(v, dtype, {B, H, n, d}));
   if ((cos == nullptr) != (sin == nullptr)) return DLMKERN_ERROR_NULL;
   if (cos != nullptr) {
-    DLMKERN_TRY(check_input(cos, kReal, {kAnySize, d}));
-    DLMKERN_TRY(check_input(sin, dtype_bit(cos->dtype), {cos->shape[0], d}));
+    const unsigned arithmetic = dtype == kFloat64 ? kFloat64 : kFloat32;
+    DLMKERN_TRY(check_input(cos, arithmetic, {kAnySize, d}));
+    DLMKERN_TRY(check_input(sin, arithmetic, {cos->shape[0], d}));
     if (cos->shape[0] < L || d % 2 != 0) return DLMKERN_ERROR_SHAPE;
   }
   return check_optional_output(drift, kFloat32, {4, B, n});

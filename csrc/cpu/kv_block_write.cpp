@@ -26,33 +26,26 @@ void write_row(T* row, int64_t stride, int64_t size, const T* values) {
   }
 }
 
-// Row p of a rotary table as Real.
-template <class Real>
-const Real* table_row(const dlmkern_view& table, int64_t p, Real* buffer) {
-  const int64_t size = table.shape[1];
-  if (table.dtype == DtypeOf<Real>::value) {
-    return consecutive(address_of<Real>(table, p), table.stride[1], size, buffer);
-  }
-  for (int64_t j = 0; j < size; ++j) buffer[j] = static_cast<Real>(read_float(table, p, j));
-  return buffer;
-}
+// What keys of type T are turned in: double for double, float for the others.
+template <class T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-template <class T, class Real>
-T rounded(Real value) {
+template <class T>
+T rounded(Wide<T> value) {
   if constexpr (std::is_same_v<T, double>) {
     return value;
   } else {
-    return round_to<T>(static_cast<float>(value));
+    return round_to<T>(value);
   }
 }
 
 // Turns a key: element j pairs with j + size / 2.
-template <class T, class Real>
-void rotate(const T* x, const Real* cos, const Real* sin, int64_t size, T* __restrict y) {
+template <class T>
+void rotate(const T* x, const Wide<T>* cos, const Wide<T>* sin, int64_t size, T* __restrict y) {
   const int64_t half = size / 2;
   for (int64_t j = 0; j < half; ++j) {
-    const Real first = static_cast<Real>(to_double(load(x + j)));
-    const Real second = static_cast<Real>(to_double(load(x + half + j)));
+    const Wide<T> first = static_cast<Wide<T>>(to_double(load(x + j)));
+    const Wide<T> second = static_cast<Wide<T>>(to_double(load(x + half + j)));
     y[j] = rounded<T>(first * load(cos + j) - second * load(sin + j));
     y[half + j] = rounded<T>(second * load(cos + half + j) + first * load(sin + half + j));
   }
@@ -92,14 +85,15 @@ struct Arguments {
 };
 
 // Working memory of a thread, for rows that do not lie consecutively and for turned keys.
-template <class T, class Real>
+template <class T>
 struct Buffers {
   T *old_row, *given, *turned;
-  Real *cos, *sin;
+  Wide<T>* cos;
+  Wide<T>* sin;
 };
 
-template <class T, class Real>
-void write_position(const Arguments& a, int64_t b, int64_t i, const Buffers<T, Real>& buffers) {
+template <class T>
+void write_position(const Arguments& a, int64_t b, int64_t i, const Buffers<T>& buffers) {
   const int64_t H = a.k.shape[1], d = a.k.shape[3], p = read_int64(a.positions, b, i);
   if (p < 0 || p >= a.k_cache.shape[2]) {
     if (a.drift == nullptr) return;
@@ -108,8 +102,12 @@ void write_position(const Arguments& a, int64_t b, int64_t i, const Buffers<T, R
     }
     return;
   }
-  const Real* cos = a.cos == nullptr ? nullptr : table_row(*a.cos, p, buffers.cos);
-  const Real* sin = a.sin == nullptr ? nullptr : table_row(*a.sin, p, buffers.sin);
+  const auto table_row = [&](const dlmkern_view* table, Wide<T>* buffer) -> const Wide<T>* {
+    if (table == nullptr) return nullptr;
+    return consecutive(address_of<Wide<T>>(*table, p), table->stride[1], d, buffer);
+  };
+  const Wide<T>* const cos = table_row(a.cos, buffers.cos);
+  const Wide<T>* const sin = table_row(a.sin, buffers.sin);
   const auto write = [&](const dlmkern_view& cache, const dlmkern_view& source, bool turn, int64_t part) {
     Moments moments;
     for (int64_t h = 0; h < H; ++h) {
@@ -130,19 +128,19 @@ void write_position(const Arguments& a, int64_t b, int64_t i, const Buffers<T, R
   write(a.v_cache, a.v, false, 2);
 }
 
-template <class T, class Real>
+template <class T>
 void run(const Arguments& a) {
   const int64_t B = a.k.shape[0], H = a.k.shape[1], n = a.k.shape[2];
   const int64_t d = H == 0 ? 0 : a.k.shape[3];
   const bool worth = B * n > 1 && B * H * n * d > kParallelWork;
   const int64_t threads = worth ? thread_count() : 1;
   std::vector<T> rows(static_cast<size_t>(threads * 3 * d));
-  std::vector<Real> tables(static_cast<size_t>(a.cos == nullptr ? 0 : threads * 2 * d));
+  std::vector<Wide<T>> tables(static_cast<size_t>(a.cos == nullptr ? 0 : threads * 2 * d));
 #pragma omp parallel for schedule(static) num_threads(threads) if (worth)
   for (int64_t r = 0; r < B * n; ++r) {
     T* const row = rows.data() + thread_index() * 3 * d;
-    Real* const table = tables.data() + thread_index() * 2 * d;
-    write_position<T, Real>(a, r / n, r % n, {row, row + d, row + 2 * d, table, table + d});
+    Wide<T>* const table = tables.data() + thread_index() * 2 * d;
+    write_position<T>(a, r / n, r % n, {row, row + d, row + 2 * d, table, table + d});
   }
 }
 
@@ -158,16 +156,8 @@ extern "C" int dlmkern_cpu_kv_block_write(const dlmkern_view* k_cache, const dlm
   DLMKERN_TRY(check_kv_block_write(k_cache, v_cache, k, v, positions, cos, sin, drift));
   return guarded([&] {
     const Arguments arguments{*k_cache, *v_cache, *k, *v, *positions, cos, sin, drift};
-    with_float_type(k_cache->dtype, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-      if constexpr (std::is_same_v<T, double>) {
-        run<T, double>(arguments);
-      } else if (cos != nullptr && cos->dtype == DLMKERN_FLOAT64) {
-        run<T, double>(arguments);
-      } else {
-        run<T, float>(arguments);
-      }
-    });
+    with_float_type(k_cache->dtype,
+                    [&](auto* type) { run<std::remove_pointer_t<decltype(type)>>(arguments); });
     return DLMKERN_OK;
   });
 }

@@ -82,15 +82,14 @@ __device__ Drift sum_over_block(Drift drift) {
 
 // A position's row of cos or sin, of which all heads read the same.
 template <int N, class Real>
-__device__ auto table_row(const Tensor<Real>& table, int64_t p) {
+__device__ auto table_row(const Tensor<const Real>& table, int64_t p) {
   constexpr int kPart = N * sizeof(Real) <= kVectorBytes ? N : kVectorBytes / sizeof(Real);
   return Heads<const Real, kPart>{table.address(p), 0, table.stride[1]};
 }
 
-// Turns the pairs (low, high) of columns e and e + half, in the wider of the two dtypes. The halves of a row
-// of cos or sin may differ.
-template <class Real, int kPart, class T, int N>
-__device__ void rotate(const Heads<const Real, kPart>& cos, const Heads<const Real, kPart>& sin, int e,
+// Turns the pairs (low, high) of columns e and e + half. The halves of a row of cos or sin may differ.
+template <class T, int N, int kPart>
+__device__ void rotate(const Heads<const Wide<T>, kPart>& cos, const Heads<const Wide<T>, kPart>& sin, int e,
                        int half, Chunk<T, N>& low, Chunk<T, N>& high) {
   DLMKERN_UNROLL
   for (int first = 0; first < N; first += kPart) {
@@ -99,8 +98,8 @@ __device__ void rotate(const Heads<const Real, kPart>& cos, const Heads<const Re
     DLMKERN_UNROLL
     for (int k = 0; k < kPart; ++k) {
       T &x = low.values[first + k], &y = high.values[first + k];
-      const auto turned_x = widen(x) * cos_low.values[k] - widen(y) * sin_low.values[k];
-      const auto turned_y = widen(y) * cos_high.values[k] + widen(x) * sin_high.values[k];
+      const Wide<T> turned_x = widen(x) * cos_low.values[k] - widen(y) * sin_low.values[k];
+      const Wide<T> turned_y = widen(y) * cos_high.values[k] + widen(x) * sin_high.values[k];
       x = static_cast<T>(turned_x);
       y = static_cast<T>(turned_y);
     }
@@ -112,7 +111,7 @@ struct Arguments {
   Tensor<T> k_cache, v_cache;
   Tensor<const T> k, v;
   Tensor<const int64_t> positions;
-  RealTensor cos, sin;
+  Tensor<const Wide<T>> cos, sin;
   Tensor<float> drift;
   int64_t n, L;
   int H, d;
@@ -147,7 +146,10 @@ __global__ void __launch_bounds__(kThreads) kv_block_write(Arguments<T> a) {
       body(task / chunks, task % chunks * N);
     }
   };
-  const auto rotated = [&](const auto& cos, const auto& sin) {
+  if (is_value || !a.cos) {
+    each_chunk(a.d, [&](int h, int e) { put(h, e, from.read(h, e)); });
+  } else {
+    const auto cos = table_row<N>(a.cos, p), sin = table_row<N>(a.sin, p);
     const int half = a.d / 2;
     each_chunk(half, [&](int h, int e) {
       Chunk<T, N> low = from.read(h, e), high = from.read(h, e + half);
@@ -155,13 +157,6 @@ __global__ void __launch_bounds__(kThreads) kv_block_write(Arguments<T> a) {
       put(h, e, low);
       put(h, e + half, high);
     });
-  };
-  if (is_value || !a.cos) {
-    each_chunk(a.d, [&](int h, int e) { put(h, e, from.read(h, e)); });
-  } else if (a.cos.single) {
-    rotated(table_row<N>(a.cos.single, p), table_row<N>(a.sin.single, p));
-  } else {
-    rotated(table_row<N>(a.cos.twice, p), table_row<N>(a.sin.twice, p));
   }
   if (!a.drift) return;
   drift = sum_over_block(drift);
@@ -200,8 +195,8 @@ extern "C" int dlmkern_cuda_kv_block_write(const dlmkern_view* k_cache, const dl
                                  tensor_of<const T>(k),
                                  tensor_of<const T>(v),
                                  tensor_of<const int64_t>(positions),
-                                 real_tensor_of(cos),
-                                 real_tensor_of(sin),
+                                 tensor_of<const Wide<T>>(cos),
+                                 tensor_of<const Wide<T>>(sin),
                                  tensor_of<float>(drift),
                                  n,
                                  L,
@@ -211,8 +206,7 @@ extern "C" int dlmkern_cuda_kv_block_write(const dlmkern_view* k_cache, const dl
     bool by_vectors = d % (cos == nullptr ? kVector : 2 * kVector) == 0;
     for (const dlmkern_view* view : {k_cache, v_cache, k, v}) by_vectors &= is_aligned(view, sizeof(T));
     for (const dlmkern_view* view : {cos, sin}) {
-      if (view == nullptr) continue;
-      by_vectors &= is_aligned(view, view->dtype == DLMKERN_FLOAT32 ? sizeof(float) : sizeof(double));
+      if (view != nullptr) by_vectors &= is_aligned(view, sizeof(Wide<T>));
     }
     const int64_t tasks = divide_up<int64_t>(H * d / (by_vectors ? kVector : 1), kWarp) * kWarp;
     const auto threads = static_cast<unsigned>(min(max(tasks, int64_t{kWarp}), int64_t{kThreads}));

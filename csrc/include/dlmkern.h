@@ -282,9 +282,10 @@ DLMKERN_API int dlmkern_cuda_confidence_select(const dlmkern_view* confidence, c
  *   k, v              [B, H, n, d] same dtype
  *   positions         [B, n] int64: the place of each; outside [0, L) it is skipped. Two equal positions in a
  *                     row leave either.
- *   cos, sin          [P, d] float32|float64, P >= L, d even, or both NULL: row p turns a key at position p,
- *                     k_i cos_i - k_{i+d/2} sin_i for i < d/2 and k_i cos_i + k_{i-d/2} sin_i for the others,
- *                     computed in the dtype of the tables and rounded once to that of the cache
+ *   cos, sin          [P, d] float64 for float64 caches, else float32; P >= L, d even; or both NULL: row p
+ *                     turns a key at position p, k_i cos_i - k_{i+d/2} sin_i for i < d/2 and
+ *                     k_i cos_i + k_{i-d/2} sin_i for the others, computed in the dtype of the tables and
+ *                     rounded once to that of the cache
  *   drift             [4, B, n] float32, out, or NULL: the cosine of the old and the new key, the distance
  *                     |new - old| / |old|, and both for the value, over all H d numbers of a position, as the
  *                     cache's dtype holds them; NaN where the position is skipped

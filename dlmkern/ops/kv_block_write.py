@@ -53,7 +53,7 @@ def kv_block_write(
 
     Row (b, i) of `k` and `v` goes to ``positions[b, i]`` of sequence b. With `rope` the key at position p is
     turned on its way, y = k cos_p + rotate_half(k) sin_p with rotate_half(k) = (-k_{d/2:}, k_{:d/2}), in the
-    dtype of the tables (float64 keys: in float64), and rounded once.
+    dtype of the tables, and rounded once to that of the cache.
 
     Args:
         k_cache, v_cache: float ``[B, H, L, d]`` of any strides, written in place. They are tensors, NumPy
@@ -61,8 +61,9 @@ def kv_block_write(
         k, v: ``[B, H, n, d]`` of the same dtype; not views of the caches.
         positions: integers ``[B, n]`` in [-1, L); -1 skips the row. Of two equal ones in a sequence, either
             row may stay.
-        rope: (cos, sin), each float32 or float64 ``[P, d]`` with P >= L: row p turns a key at position p, and
-            element i pairs with i + d/2. None leaves the keys as they are.
+        rope: (cos, sin), each ``[P, d]`` with P >= L, float64 for float64 caches and float32 for the others:
+            row p turns a key at position p, and element i pairs with i + d/2. None leaves the keys as they
+            are.
         drift: compare what is overwritten with what is written, over the H d numbers of a position as the
             cache's dtype holds them.
 
@@ -107,10 +108,11 @@ def kv_block_write(
 
 def _tables(k_cache: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
     length, size = k_cache.shape[2:]
-    cos = _check.tensor("rope's cos", cos, _check.STATISTICS)
+    dtypes = (torch.float64 if k_cache.dtype == torch.float64 else torch.float32,)
+    cos = _check.tensor("rope's cos", cos, dtypes)
     _check.same_device("rope's cos", cos, "k_cache", k_cache)
     if cos.ndim != 2 or cos.shape[0] < length or cos.shape[1] != size:
         raise ValueError(f"rope's cos: expected shape [P, {size}] with P >= {length}, got {list(cos.shape)}")
     if size % 2:
         raise ValueError(f"rope: expected an even head size, got d = {size}")
-    return cos, _check.companion("rope's sin", sin, "cos", cos, cos.shape, (cos.dtype,))
+    return cos, _check.companion("rope's sin", sin, "cos", cos, cos.shape, dtypes)

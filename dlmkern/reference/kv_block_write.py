@@ -22,7 +22,7 @@ def kv_block_write(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns ``[B, H, n, d]`` by tables ``[B, 1, n, d]``, in the wider dtype: element i pairs with i + d/2."""
+    """Turns ``[B, H, n, d]`` by tables ``[B, 1, n, d]``, in their dtype: element i pairs with i + d/2."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 

@@ -160,7 +160,13 @@ def test_rotary_tables(library: Library) -> None:
     assert call(at5=longer, at6=longer) == OK
     assert call(at5=shorter, at6=shorter) == SHAPE
     assert call(at5=longer) == SHAPE
-    assert call(at5=floats(LENGTH, SIZE).astype(np.float32)) == DTYPE
+    single = floats(LENGTH, SIZE).astype(np.float32)
+    assert call(at5=single) == call(at6=single) == call(at5=single, at6=single) == DTYPE
+    narrow = [floats(B, HEADS, count, SIZE) for count in (LENGTH, LENGTH, N, N)]
+    for dtype in (np.float32, np.float16):
+        changes = {f"at{position}": value.astype(dtype) for position, value in enumerate(narrow)}
+        assert call(**changes, at5=single, at6=single) == OK
+        assert call(**changes) == call(**changes, at5=single) == DTYPE
     odd = [floats(B, HEADS, count, 3) for count in (LENGTH, LENGTH, N, N)]
     changes = {f"at{position}": value for position, value in enumerate(odd)}
     assert call(**changes, at5=floats(LENGTH, 3), at6=floats(LENGTH, 3)) == SHAPE

@@ -37,11 +37,16 @@ def random_case(
     return random(length), random(length), random(n), random(n), positions.to(device)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What keys of this dtype are turned in, and the dtype of the tables."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def table(length: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines whose two halves differ, unlike those of a model."""
+    """For a cache of `dtype`, cosines and sines whose two halves differ, unlike those of a model."""
     generator = torch.Generator().manual_seed(length)
     angles = 7 * torch.rand((length, size), generator=generator, dtype=torch.float64)
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    return angles.cos().to(device, wide(dtype)), angles.sin().to(device, wide(dtype))
 
 
 def written(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
@@ -91,26 +96,24 @@ def test_against_truth(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("table_dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rope(backend: str, device: torch.device, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+def test_rope(backend: str, device: torch.device, dtype: torch.dtype) -> None:
     for shape in SHAPES[1:]:
         k_cache, v_cache, k, v, positions = random_case(shape, dtype, device)
-        rope = table(shape[2] + 3, shape[3], table_dtype, device)
+        rope = table(shape[2] + 3, shape[3], dtype, device)
         before = k_cache.clone()
         exact = rotated(k, positions, rope, torch.float64)
         expected = written(before.double(), exact, positions).cpu()
         v_expected = written(v_cache, v, positions)
         dlmkern.kv_block_write(k_cache, v_cache, k, v, positions, rope=rope)
-        inner = torch.promote_types(dtype, table_dtype)
         # three roundings of the arithmetic, of numbers up to 10, and one of the result
-        assert_close(k_cache.double(), expected.numpy(), 20 * ulp(inner), ulp(dtype))
+        assert_close(k_cache.double(), expected.numpy(), 20 * ulp(wide(dtype)), ulp(dtype))
         assert_same(v_cache.float(), v_expected.float())
         untouched = written(torch.zeros_like(before), torch.ones_like(k), positions) == 0
         assert torch.equal(k_cache[untouched], before[untouched])
-        same_dtype = written(before, rotated(k, positions, rope, inner).to(dtype), positions).cpu()
+        same_dtype = written(before, rotated(k, positions, rope, wide(dtype)).to(dtype), positions).cpu()
         error, allowed = ((x.double().cpu() - expected).abs().max() for x in (k_cache, same_dtype))
-        assert error <= 2 * allowed + 20 * ulp(inner)
+        assert error <= 2 * allowed + 20 * ulp(wide(dtype))
 
 
 def test_rope_by_hand(backend: str, device: torch.device) -> None:
@@ -134,10 +137,8 @@ def test_rounding_of_turned_keys(backend: str, device: torch.device, dtype: torc
     fine = (1 + torch.arange(-6, 7, dtype=torch.float64) * info.eps / 4)[:, None] * scale
     tiny = info.smallest_normal * info.eps * torch.arange(0, 9, 0.25, dtype=torch.float64)
     special = torch.tensor([info.max, info.max * (1 + info.eps / 4), info.max * (1 + info.eps), INF, NAN])
-    factor = torch.cat((fine.flatten(), tiny, special.double()))
-    if dtype == torch.float64 or dtype == torch.float32:
-        factor = factor.to(dtype)
-    factor = torch.cat((factor, -factor)).float() if dtype != torch.float64 else factor
+    factor = torch.cat((fine.flatten(), tiny, special.double())).to(wide(dtype))
+    factor = torch.cat((factor, -factor))
     size = 2 * len(factor)
     cos = torch.cat((factor, factor))[None].to(device)
     k_cache, v_cache = torch.zeros((2, 1, 1, 1, size), dtype=dtype, device=device)
@@ -147,13 +148,29 @@ def test_rounding_of_turned_keys(backend: str, device: torch.device, dtype: torc
     assert_same(k_cache.flatten().double(), cos.flatten().to(dtype).double())
 
 
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
+def test_turned_keys_are_rounded_once(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    """x cos - y sin lies just above the middle of 1 and the next number. Products or tables rounded to the
+    cache's dtype before the sum give 1."""
+    eps = ulp(dtype)
+    cos = torch.full((1, 2), 1 + eps / 4, device=device)
+    sin = torch.full((1, 2), -(eps / 4 + eps / 32), device=device)
+    k_cache, v_cache = torch.zeros((2, 1, 1, 1, 2), dtype=dtype, device=device)
+    k = torch.ones((1, 1, 1, 2), dtype=dtype, device=device)
+    positions = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    dlmkern.kv_block_write(k_cache, v_cache, k, k, positions, rope=(cos, sin))
+    assert k_cache[0, 0, 0, 0].item() == 1 + eps
+    products = (x[0, 0].to(dtype).double().item() for x in (cos, -sin))
+    assert torch.tensor(sum(products), dtype=torch.float64).to(dtype).item() == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("turned", [False, True])
 def test_drift(backend: str, device: torch.device, dtype: torch.dtype, turned: bool) -> None:
     for shape in SHAPES[1:]:
         k_cache, v_cache, k, v, positions = random_case(shape, dtype, device, seed=1)
         before = k_cache.clone(), v_cache.clone()
-        rope = table(shape[2], shape[3], torch.float32, device) if turned else None
+        rope = table(shape[2], shape[3], dtype, device) if turned else None
         drift = dlmkern.kv_block_write(k_cache, v_cache, k, v, positions, rope=rope, drift=True)
         assert isinstance(drift, dlmkern.KVDrift)
         expected = [drift_truth(x, y, positions) for x, y in zip(before, (k_cache, v_cache), strict=True)]
@@ -315,7 +332,7 @@ def test_invariants(
     batch, heads, length, half, n = sizes
     cpu = torch.device("cpu")
     k_cache, v_cache, k, v, positions = random_case((batch, heads, length, 2 * half, n), dtype, cpu, seed)
-    rope = table(length, 2 * half, torch.float32, cpu) if turned else None
+    rope = table(length, 2 * half, dtype, cpu) if turned else None
     before = k_cache.clone(), v_cache.clone()
     with dlmkern.use_backend(backend_name):
         drift = dlmkern.kv_block_write(k_cache, v_cache, k, v, positions, rope=rope, drift=True)
@@ -381,12 +398,18 @@ def test_errors() -> None:
         ({"rope": (cos,)}, TypeError, "rope: expected a pair"),
         ({"rope": (cos, None)}, TypeError, "sin: expected a tensor"),
         ({"rope": (None, sin)}, TypeError, "cos: expected a tensor"),
-        ({"rope": (cos.half(), sin.half())}, TypeError, "cos: expected dtype float64 or float32"),
+        ({"rope": (cos.half(), sin.half())}, TypeError, "cos: expected dtype float32, got float16"),
+        ({"rope": (cos.double(), sin.double())}, TypeError, "cos: expected dtype float32, got float64"),
         ({"rope": (cos, sin.double())}, TypeError, "sin: expected dtype float32"),
         ({"rope": (cos[:6], sin[:6])}, ValueError, r"cos: expected shape \[P, 4\] with P >= 7"),
         ({"rope": (cos[:, :2], sin)}, ValueError, r"cos: expected shape \[P, 4\]"),
         ({"rope": (cos, sin[:, :2])}, ValueError, r"sin: expected shape \[7, 4\]"),
         ({"rope": (cos.to("meta"), sin)}, ValueError, "cos: expected device cpu"),
+        (
+            {name: x.double() for name, x in good.items() if name != "positions"} | {"rope": (cos, sin)},
+            TypeError,
+            "cos: expected dtype float64, got float32",
+        ),
         (
             {
                 "k_cache": odd,
