@@ -86,7 +86,7 @@ class MaskedLM(PreTrainedModel):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         cache_rows: Tensor | None = None,
-        token_positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> MaskedLMOutput:
         """Predict every token of every row from the whole row.
 
@@ -100,16 +100,16 @@ class MaskedLM(PreTrainedModel):
         computed. Passes with a cache carry no gradient.
 
         Args:
-            input_ids: token ids, int64 `[B, n]`: whole rows, or the tokens at `token_positions`.
+            input_ids: token ids, int64 `[B, n]`: whole rows, or the tokens at `position_ids`.
             attention_mask: bool or integer `[B, n]`, zero where a key is hidden; not together with `lengths`
-                or `token_positions`.
+                or `position_ids`.
             lengths: int64 `[B]`, number of real tokens of each row, at least 1 and at most the row's size,
-                which is `n` or, with `token_positions`, that of the cache.
+                which is `n` or, with `position_ids`, that of the cache.
             positions: int64 `[B, m]`, the columns of `input_ids` whose logits are wanted. None: all of them,
                 in order.
             cache: from `new_cache`.
             cache_rows: int64 `[B]`, which of the cache's rows whole rows go to. None: all of them, in order.
-            token_positions: int64 `[B, n]`, where in its row each token of `input_ids` is; -1 is padding.
+            position_ids: int64 `[B, n]`, where in its row each token of `input_ids` is; -1 is padding.
 
         Returns:
             `logits [B, n or m, embedding_size]` in the model's dtype, padded vocabulary rows included. Those
@@ -124,13 +124,13 @@ class MaskedLM(PreTrainedModel):
         length = n
         if cache is not None:
             _check_kind(cache, self.new_cache(0, 0))
-        if token_positions is not None:
+        if position_ids is not None:
             if cache is None or attention_mask is not None or cache_rows is not None:
-                raise ValueError("token_positions needs cache, and neither attention_mask nor cache_rows")
+                raise ValueError("position_ids needs cache, and neither attention_mask nor cache_rows")
             length = cache.length
-            _check_ids("token_positions", token_positions, (batch, n), -1, length)
+            _check_ids("position_ids", position_ids, (batch, n), -1, length)
         if length > self.config.max_sequence_length:
-            name = "input_ids" if token_positions is None else "cache"
+            name = "input_ids" if position_ids is None else "cache"
             raise ValueError(
                 f"{name}: {length} tokens exceed max_sequence_length = {self.config.max_sequence_length}"
             )
@@ -140,16 +140,16 @@ class MaskedLM(PreTrainedModel):
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
         # Whatever is kept of a pass is kept without its graph.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            if token_positions is None:
+            if position_ids is None:
                 rope = self.rope(torch.arange(n, device=input_ids.device))
             else:
-                rope = self.rope(token_positions.clamp(min=0).unsqueeze(1))
+                rope = self.rope(position_ids.clamp(min=0).unsqueeze(1))
             x = self.embed(input_ids)
             for layer, block in enumerate(self.blocks):
 
                 def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
-                    if cache is not None and token_positions is not None:
-                        k, v = cache.write_block(layer, k, v, token_positions)
+                    if cache is not None and position_ids is not None:
+                        k, v = cache.write_block(layer, k, v, position_ids)
                     elif cache is not None:
                         cache.write_rows(layer, k, v, cache_rows)
                     return attention(q, k, v, key_mask)

@@ -32,7 +32,7 @@ def test_operations_are_those_of_the_model() -> None:
             model(whole, positions=block, cache=kept)
         assert counter.get_total_flops() == cache.operations(QUICK, QUICK.length)
         with counter:
-            model(block, cache=kept, token_positions=block)
+            model(block, cache=kept, position_ids=block)
         assert counter.get_total_flops() == cache.operations(QUICK, cache.BLOCK_LENGTH)
 
 

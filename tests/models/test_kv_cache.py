@@ -103,7 +103,7 @@ def test_a_slice_of_all_positions_is_the_whole_pass(model: MaskedLM) -> None:
     cache = model.new_cache(2, 9)
     model(ids(2, 9, seed=2), cache=cache)  # other tokens: all of this has to be replaced
     place = torch.stack((torch.arange(9), torch.tensor([4, 0, 8, 1, 7, 2, 3, 6, 5])))
-    logits = model(batch.gather(1, place), cache=cache, token_positions=place).logits
+    logits = model(batch.gather(1, place), cache=cache, position_ids=place).logits
     expected = model.new_cache(2, 9)
     whole = model(batch, cache=expected).logits
     assert_close(logits, whole.gather(1, place[..., None].expand_as(logits)))
@@ -120,7 +120,7 @@ def test_slices_see_what_is_stale_elsewhere(model: MaskedLM, plain: PlainModel) 
         assert_close(logits[row], plain(before[row], memory=memory))
     for seed, places in enumerate(([[3, 4, 5], [0, 1, 2]], [[3, 5, 8], [2, 7, 1]], [[6], [2]]), start=2):
         place, tokens = torch.tensor(places), ids(2, len(places[0]), seed=seed)
-        logits = model(tokens, cache=cache, token_positions=place).logits
+        logits = model(tokens, cache=cache, position_ids=place).logits
         fresh = before.scatter(1, place, tokens)
         for row, memory in enumerate(memories):
             expected = plain(tokens[row], places[row], memory)
@@ -141,7 +141,7 @@ def test_slices_of_ragged_rows(model: MaskedLM, plain: PlainModel) -> None:
         plain(before[row, : lengths[row]], memory=memory)
     kept = cache.storage.clone()
     logits = model(
-        tokens, lengths=torch.tensor(lengths), cache=cache, token_positions=torch.tensor(places)
+        tokens, lengths=torch.tensor(lengths), cache=cache, position_ids=torch.tensor(places)
     ).logits
     for row, memory in enumerate(memories):
         real = [i for i, place in enumerate(places[row]) if place >= 0]
@@ -158,7 +158,7 @@ def test_what_stands_at_padding_changes_nothing(model: MaskedLM) -> None:
         cache = model.new_cache(2, 9)
         model(before, cache=cache)
         tokens = torch.where(place < 0, ids(2, 3, seed=seed), ids(2, 3, seed=2))
-        logits = model(tokens, cache=cache, token_positions=place).logits
+        logits = model(tokens, cache=cache, position_ids=place).logits
         results.append((logits[place >= 0], cache.storage))
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
@@ -168,7 +168,7 @@ def test_slices_without_lengths_see_the_whole_cache(model: MaskedLM) -> None:
     cache = model.new_cache(1, 9)
     model(ids(1, 9), cache=cache)
     other = KVCache(cache.storage.clone())
-    arguments = {"input_ids": ids(1, 2, seed=2), "token_positions": torch.tensor([[3, 4]])}
+    arguments = {"input_ids": ids(1, 2, seed=2), "position_ids": torch.tensor([[3, 4]])}
     logits = model(cache=cache, **arguments).logits
     assert torch.equal(model(cache=other, lengths=torch.tensor([9]), **arguments).logits, logits)
     assert not torch.allclose(model(cache=other, lengths=torch.tensor([5]), **arguments).logits, logits)
@@ -181,7 +181,7 @@ def test_positions_are_columns_of_the_slice(model: MaskedLM) -> None:
     for positions in (None, columns):
         cache = model.new_cache(2, 9)
         model(ids(2, 9), cache=cache)
-        results.append(model(tokens, positions=positions, cache=cache, token_positions=place).logits)
+        results.append(model(tokens, positions=positions, cache=cache, position_ids=place).logits)
     every, some = results
     assert_close(some, every.gather(1, columns[..., None].expand_as(some)))
 
@@ -191,11 +191,11 @@ def test_empty_slices_and_batches(model: MaskedLM) -> None:
     model(ids(2, 9), cache=cache)
     kept = cache.storage.clone()
     nothing = torch.empty((2, 0), dtype=torch.int64)
-    assert model(nothing, cache=cache, token_positions=nothing).logits.shape == (2, 0, 64)
+    assert model(nothing, cache=cache, position_ids=nothing).logits.shape == (2, 0, 64)
     assert torch.equal(cache.storage, kept)
     none = model.new_cache(0, 9)
     assert model(ids(0, 9), cache=none).logits.shape == (0, 9, 64)
-    assert model(ids(0, 3), cache=none, token_positions=ids(0, 3)).logits.shape == (0, 3, 64)
+    assert model(ids(0, 3), cache=none, position_ids=ids(0, 3)).logits.shape == (0, 3, 64)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("bfloat16", 0.05)])
@@ -205,7 +205,7 @@ def test_other_dtypes(folder: Path, dtype: str, tolerance: float) -> None:
     assert cache.storage.dtype == model.dtype
     model(ids(2, 9, seed=2), cache=cache)
     batch, place = ids(2, 9), torch.arange(9).expand(2, -1)
-    logits, whole = model(batch, cache=cache, token_positions=place).logits, model(batch).logits
+    logits, whole = model(batch, cache=cache, position_ids=place).logits, model(batch).logits
     assert logits.dtype == model.dtype
     assert (logits - whole).abs().max() <= tolerance * whole.abs().max()
 
@@ -218,7 +218,7 @@ def test_slices_trace(model: MaskedLM) -> None:
     for run, cache in zip((model, compiled), caches, strict=True):
         run(ids(2, 9), lengths=torch.tensor([7, 9]), cache=cache)
         place = torch.tensor([[5, 6, -1], [1, 2, 3]])
-        out = run(ids(2, 3), lengths=torch.tensor([7, 9]), cache=cache, token_positions=place)
+        out = run(ids(2, 3), lengths=torch.tensor([7, 9]), cache=cache, position_ids=place)
         results.append(out.logits[place >= 0])
     assert_close(*results)
     assert_close(caches[0].storage, caches[1].storage)
@@ -267,7 +267,7 @@ def test_decoding_goes_on_in_a_cache_that_was_cut_down(model: MaskedLM, plain: P
     tokens, places = ids(2, 2, seed=2), [[4, 5], [0, 7]]
     lengths = [6, 8]
     logits = model(
-        tokens, lengths=torch.tensor(lengths), cache=cache, token_positions=torch.tensor(places)
+        tokens, lengths=torch.tensor(lengths), cache=cache, position_ids=torch.tensor(places)
     ).logits
     memories: list[Memory] = [{}, {}]
     for row, (old, memory) in enumerate(zip((1, 3), memories, strict=True)):
@@ -294,12 +294,12 @@ PLACE = torch.tensor([[0, 1], [2, 3]])
     ("arguments", "error", "message"),
     [
         ({"cache": [torch.zeros(2)]}, TypeError, "cache must be a KVCache, got list"),
-        ({"cache": (), "token_positions": PLACE}, TypeError, "cache must be a KVCache, got tuple"),
+        ({"cache": (), "position_ids": PLACE}, TypeError, "cache must be a KVCache, got tuple"),
         ({"cache": {"rows": 3}}, ValueError, "cache has 3 rows, input_ids has 2"),
-        ({"cache": {"rows": 1}, "token_positions": PLACE}, ValueError, "cache has 1 rows, input_ids has 2"),
+        ({"cache": {"rows": 1}, "position_ids": PLACE}, ValueError, "cache has 1 rows, input_ids has 2"),
         ({"cache": {"length": 1}}, ValueError, "cache holds 1 positions, input_ids has 2"),
         (
-            {"cache": {"length": 41}, "token_positions": PLACE},
+            {"cache": {"length": 41}, "position_ids": PLACE},
             ValueError,
             "cache: 41 tokens exceed max_sequence_length = 40",
         ),
@@ -308,7 +308,7 @@ PLACE = torch.tensor([[0, 1], [2, 3]])
         ({"cache": {"head_dim": 6}}, ValueError, r"cache must be .*\(2, 2, 8, .*got \(2, 2, 6, "),
         ({"cache": {"dtype": torch.float32}}, ValueError, r"cache must be .*float64.*, got .*float32"),
         (
-            {"cache": {"device": torch.device("meta")}, "token_positions": PLACE},
+            {"cache": {"device": torch.device("meta")}, "position_ids": PLACE},
             ValueError,
             r"cache must be .*'cpu'.*, got .*'meta'",
         ),
@@ -325,36 +325,36 @@ PLACE = torch.tensor([[0, 1], [2, 3]])
             r"cache_rows must lie in \[0, 2\), got values from 1 to 2",
         ),
         ({"cache": {}, "cache_rows": torch.tensor([-1, 0])}, ValueError, r"cache_rows must lie in \[0, 2\)"),
-        ({"token_positions": PLACE}, ValueError, "token_positions needs cache, and neither"),
+        ({"position_ids": PLACE}, ValueError, "position_ids needs cache, and neither"),
         (
-            {"cache": {}, "token_positions": PLACE, "attention_mask": torch.ones(2, 2).long()},
+            {"cache": {}, "position_ids": PLACE, "attention_mask": torch.ones(2, 2).long()},
             ValueError,
-            "token_positions needs cache, and neither attention_mask",
+            "position_ids needs cache, and neither attention_mask",
         ),
         (
-            {"cache": {}, "token_positions": PLACE, "cache_rows": torch.tensor([0, 1])},
+            {"cache": {}, "position_ids": PLACE, "cache_rows": torch.tensor([0, 1])},
             ValueError,
             "neither attention_mask nor cache_rows",
         ),
         (
-            {"cache": {}, "token_positions": PLACE.int()},
+            {"cache": {}, "position_ids": PLACE.int()},
             TypeError,
-            "token_positions must be an int64 tensor, got torch.int32",
+            "position_ids must be an int64 tensor, got torch.int32",
         ),
         (
-            {"cache": {}, "token_positions": PLACE[:, :1]},
+            {"cache": {}, "position_ids": PLACE[:, :1]},
             ValueError,
-            r"token_positions must have shape \[2, 2\], got \[2, 1\]",
+            r"position_ids must have shape \[2, 2\], got \[2, 1\]",
         ),
-        ({"cache": {}, "token_positions": PLACE + 4}, ValueError, r"token_positions must lie in \[-1, 6\)"),
-        ({"cache": {}, "token_positions": PLACE - 2}, ValueError, r"token_positions must lie in \[-1, 6\)"),
+        ({"cache": {}, "position_ids": PLACE + 4}, ValueError, r"position_ids must lie in \[-1, 6\)"),
+        ({"cache": {}, "position_ids": PLACE - 2}, ValueError, r"position_ids must lie in \[-1, 6\)"),
         (
-            {"cache": {}, "token_positions": PLACE, "lengths": torch.tensor([6, 7])},
+            {"cache": {}, "position_ids": PLACE, "lengths": torch.tensor([6, 7])},
             ValueError,
             r"lengths must lie in \[1, 7\)",
         ),
         (
-            {"cache": {}, "token_positions": PLACE, "positions": torch.tensor([[2], [0]])},
+            {"cache": {}, "position_ids": PLACE, "positions": torch.tensor([[2], [0]])},
             ValueError,
             r"positions must lie in \[0, 2\)",
         ),
@@ -381,7 +381,7 @@ def test_a_pass_with_a_cache_carries_no_gradient(model: MaskedLM) -> None:
         assert model(ids(1, 4)).logits.requires_grad
         assert not model(ids(1, 4), cache=cache).logits.requires_grad
         place = torch.tensor([[1, 2]])
-        assert not model(ids(1, 2), cache=cache, token_positions=place).logits.requires_grad
+        assert not model(ids(1, 2), cache=cache, position_ids=place).logits.requires_grad
 
 
 def test_a_cache_outlives_inference_mode(model: MaskedLM) -> None:
@@ -397,5 +397,5 @@ def test_hooks_of_blocks_run(model: MaskedLM) -> None:
     model.blocks[1].register_forward_hook(lambda _module, _input, output: seen.append(output.shape))
     cache = model.new_cache(1, 4)
     model(ids(1, 4), cache=cache)
-    model(ids(1, 2), cache=cache, token_positions=torch.tensor([[1, 2]]))
+    model(ids(1, 2), cache=cache, position_ids=torch.tensor([[1, 2]]))
     assert [shape[:2] for shape in seen] == [(1, 4), (1, 2)]
