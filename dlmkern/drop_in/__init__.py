@@ -4,7 +4,7 @@
 `get_transfer_index`, `get_transfer_index_dynamic` (Fast-dLLM) and `dream.diffusion_generate` (Dream and
 Fast-dLLM). New code has more from `dlmkern.generate`.
 
-What they have in common:
+What the functions that generate have in common:
 
 - Batches. Rows are decoded as if each were alone. Where `attention_mask` is 0 there is padding, to the left
   or to the right; a row is decoded without its padding, which is back in its place in the result. Without an
