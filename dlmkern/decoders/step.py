@@ -93,7 +93,7 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
 
     target = torch.where(selection.selected, position, scratch)
     forward = state.nfe.unsqueeze(1)
-    bad = masked & ((token < 0) | score.isnan())
+    bad = masked & score.isnan()  # as it is where there is no token
     block_end = state.block_start + state.block_length
     done = ~(masked & ~selection.selected).any(-1)
     state = state._replace(

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dlmkern import ops
+import dlmkern.ops  # noqa: F401  # defines the op
+
+# Without the checks of `dlmkern.kv_block_write`: the forward pass has made them.
+_kv_block_write = torch.ops.dlmkern.kv_block_write.default
 
 
 class KVCache:
@@ -20,6 +23,8 @@ class KVCache:
 
     def __init__(self, storage: Tensor) -> None:
         self.storage = storage
+        # Made once, as a view costs about as much as writing a block into it.
+        self._layers: list[tuple[Tensor, ...]] = [layer.unbind() for layer in storage.unbind()]
 
     @staticmethod
     def empty(
@@ -60,7 +65,7 @@ class KVCache:
     def keep(self, rows: Sequence[int]) -> KVCache:
         """Move these rows, which are in order, to the front of the buffer; the others are lost."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.storage.device)
-        for layer in self.storage:
+        for layer in self._layers:
             for part in layer:
                 part[: len(rows)] = part[index]
         return self.narrow(len(rows), self.length)
@@ -70,7 +75,7 @@ class KVCache:
 
         `rows` says which of the cache's; None: all of them, in order.
         """
-        for part, new in zip(self.storage[layer], (k, v), strict=True):
+        for part, new in zip(self._layers[layer], (k, v), strict=True):
             part = part[:, :, : new.shape[2]]
             if rows is None:
                 part.copy_(new)
@@ -83,6 +88,6 @@ class KVCache:
         Returns:
             All keys and all values of the layer, `[B, Hkv, L, head_dim]`.
         """
-        keys, values = self.storage[layer]
-        ops.kv_block_write(keys, values, k, v, positions)
+        keys, values = self._layers[layer]
+        _kv_block_write(keys, values, k, v, positions, None, None, False)
         return keys, values
