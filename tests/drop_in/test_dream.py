@@ -78,7 +78,9 @@ def test_threshold_outside_blocks(model: Any) -> None:
         out = dlmkern.generate(model, PROMPT, decoder, G)
         assert torch.equal(result.sequences, torch.stack(out.sequences))
         assert len(result.history) == out.nfe.max()
-    with pytest.raises(ValueError, match="steps that divide gen_length; got .* gen_length = 12, steps = 512"):
+    with pytest.raises(
+        ValueError, match=r"steps that divide gen_length; got .* gen_length = 12, steps = 512"
+    ):
         tokens(model, alg="confidence_threshold", compat="official")
 
 

@@ -3,8 +3,6 @@ same name, a few of each kind."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from typing import Any
 
 import pytest
@@ -13,58 +11,44 @@ from torch import Tensor
 
 import dlmkern
 from dlmkern.drop_in import dream, fast_dllm, llada
-from tests.decoders.support import DATA
-
-MODELS = {"llada_traces": "llada_seed0", "chains4_traces": "chains4", "dream_traces": "dream_seed0"}
-
-
-def recorded(name: str) -> tuple[list[list[int]], dict[str, list[dict[str, Any]]]]:
-    """Prompts, and the decodings by their kind."""
-    with gzip.open(DATA / f"{name}.json.gz", "rt") as file:
-        data = json.load(file)
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for trace in data["traces"]:
-        named = ("fn", "mode", "impl", "alg", "dual_cache")
-        kinds.setdefault(" ".join(str(trace[key]) for key in named if key in trace), []).append(trace)
-    return data["prompts"], kinds
+from tests.decoders.support import DATA, RECORDED, kind, recorded
 
 
 def of_kinds(*names: str) -> list[tuple[str, str]]:
-    return [(name, kind) for name in names for kind in recorded(name)[1]]
-
-
-def expected_ids(prompt: list[int], trace: dict[str, Any]) -> list[int]:
-    ids: list[int] = trace["ids"] if "ids" in trace else prompt + trace["answer_ids"]
-    return ids
-
-
-def model_and_traces(name: str, kind: str) -> tuple[Any, list[tuple[Tensor, list[int], dict[str, Any]]]]:
-    prompts, kinds = recorded(name)
-    some = [
-        (torch.tensor([prompts[trace["prompt"]]]), expected_ids(prompts[trace["prompt"]], trace), trace)
-        for trace in kinds[kind][:: len(kinds[kind]) - 1]
+    return [
+        (name, kind_of) for name in names for kind_of in dict.fromkeys(kind(t) for t in recorded(name)[1])
     ]
-    assert len(some) == 2
-    return dlmkern.load_model(DATA / "models" / MODELS[name], dtype="float64"), some
+
+
+def model_and_traces(name: str, kind_of: str) -> tuple[Any, list[tuple[Tensor, list[int], dict[str, Any]]]]:
+    """The model, and the first and the last decoding of a kind: prompt, tokens, all that is recorded."""
+    prompts, traces = recorded(name)
+    traces = [trace for trace in traces if kind(trace) == kind_of]
+    some = []
+    for trace in (traces[0], traces[-1]):
+        prompt = prompts[trace["prompt"]]
+        ids = trace["ids"] if "ids" in trace else prompt + trace["answer_ids"]
+        some.append((torch.tensor([prompt]), ids, trace))
+    return dlmkern.load_model(DATA / "models" / RECORDED[name], dtype="float64"), some
 
 
 def test_each_kind_is_there() -> None:
     assert len(of_kinds("llada_traces", "chains4_traces")) == 2 * 3 * 3
-    assert {kind for _, kind in of_kinds("dream_traces")} == {
-        "diffusion_generate entropy",
-        "diffusion_generate maskgit_plus",
-        "diffusion_generate topk_margin",
-        "diffusion_generate confidence_threshold",
-        "diffusion_generate_block entropy False",
-        "diffusion_generate_block entropy True",
-        "diffusion_generate_block confidence_threshold False",
-        "diffusion_generate_block confidence_threshold True",
+    assert {kind_of for _, kind_of in of_kinds("dream_traces")} == {
+        "diffusion_generate, entropy",
+        "diffusion_generate, maskgit_plus",
+        "diffusion_generate, topk_margin",
+        "diffusion_generate, confidence_threshold",
+        "diffusion_generate_block, entropy, prefix",
+        "diffusion_generate_block, entropy, dual",
+        "diffusion_generate_block, confidence_threshold, prefix",
+        "diffusion_generate_block, confidence_threshold, dual",
     }
 
 
-@pytest.mark.parametrize(("name", "kind"), of_kinds("llada_traces", "chains4_traces"))
-def test_fast_dllm(name: str, kind: str) -> None:
-    model, traces = model_and_traces(name, kind)
+@pytest.mark.parametrize(("name", "kind_of"), of_kinds("llada_traces", "chains4_traces"))
+def test_fast_dllm(name: str, kind_of: str) -> None:
+    model, traces = model_and_traces(name, kind_of)
     functions = {
         "generate": fast_dllm.generate,
         "prefix": fast_dllm.generate_with_prefix_cache,
@@ -91,7 +75,7 @@ def test_fast_dllm(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["llada_traces", "chains4_traces"])
 def test_llada(name: str) -> None:
-    model, traces = model_and_traces(name, "generate steps")
+    model, traces = model_and_traces(name, "generate, steps")
     for prompt, ids, trace in traces:
         sequences = llada.generate(
             model,
@@ -105,9 +89,9 @@ def test_llada(name: str) -> None:
         assert sequences.tolist() == [ids]
 
 
-@pytest.mark.parametrize(("name", "kind"), of_kinds("dream_traces"))
-def test_dream(name: str, kind: str) -> None:
-    model, traces = model_and_traces(name, kind)
+@pytest.mark.parametrize(("name", "kind_of"), of_kinds("dream_traces"))
+def test_dream(name: str, kind_of: str) -> None:
+    model, traces = model_and_traces(name, kind_of)
     for prompt, ids, trace in traces:
         blocks = {key: trace[key] for key in ("block_length", "dual_cache", "threshold") if key in trace}
         result = model.diffusion_generate(

@@ -1,6 +1,6 @@
 """The Dream forward pass against recorded official logits and an independent float64 implementation.
 
-What all models share is in `test_llada.py` and `test_kv_cache.py`.
+What all models share is in `test_masked_lm.py`, `test_llada.py` and `test_kv_cache.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from dlmkern.models import DreamConfig, DreamModel, load_model
 from tests.models.support import DATA, DREAM, PlainModel, ids, random_weights
@@ -44,10 +43,6 @@ def test_official_logits(prompt: int) -> None:
     # The official generation moves them to the right; the first stays where it is.
     shifted = torch.cat((logits[:, :1], logits[:, :-1]), dim=1)
     assert (shifted - recorded[f"seed0.prompt{prompt}.logits_shifted"]).abs().max() <= 5e-5
-
-
-def test_logits_are_marked_as_shifted() -> None:
-    assert DreamModel.shifted_logits is True
 
 
 @pytest.mark.parametrize(
@@ -98,56 +93,6 @@ def test_rotation_in_the_models_dtype(dtype: torch.dtype) -> None:
         assert (table[2, [1, 5]] - exact).abs().max() <= torch.finfo(dtype).eps / 2 + (
             0 if dtype == torch.float64 else 2e-6
         )
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_padded_batch_equals_solo(dream: Checkpoint, dtype: str) -> None:
-    model = load_model(dream(), dtype=dtype)
-    lengths = torch.tensor([9, 14, 1, 20])
-    batch = ids(4, 20)
-    mask = torch.arange(20) < lengths[:, None]
-    tolerance = {"float32": 2e-5, "float64": 1e-12, "bfloat16": 0.2}[dtype]
-    logits = model(batch, lengths=lengths).logits
-    for row, length in enumerate(lengths.tolist()):
-        solo = model(batch[row : row + 1, :length]).logits[0]
-        torch.testing.assert_close(logits[row, :length], solo, rtol=0, atol=tolerance)
-    elsewhere = torch.where(mask, batch, (batch + 1) % 50)
-    assert torch.equal(model(elsewhere, lengths=lengths).logits[mask], logits[mask])
-
-
-def test_longest_sequence(dream: Checkpoint) -> None:
-    model = load_model(dream())
-    assert model(ids(1, 40)).logits.shape == (1, 40, 64)
-    with pytest.raises(ValueError, match="41 tokens exceed max_sequence_length = 40"):
-        model(ids(1, 41))
-
-
-@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM])
-def test_auto_classes(auto: type) -> None:
-    folder = DATA / "models/dream_seed0"
-    model = auto.from_pretrained(folder)
-    assert type(model) is DreamModel
-    input_ids = ids(1, 9)
-    assert torch.equal(model(input_ids).logits, load_model(folder)(input_ids).logits)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_save_pretrained_round_trip(dream: Checkpoint, tmp_path: Path, tied: bool) -> None:
-    model = load_model(dream(tie_word_embeddings=tied, initializer_range=0.5))
-    model.save_pretrained(tmp_path / "saved")
-    again = load_model(tmp_path / "saved")
-    assert again.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
-    # The official code's defaults are others, so the file must state the whole architecture, by its names.
-    written = json.loads((tmp_path / "saved/config.json").read_text())
-    assert DREAM.items() <= written.items()
-    assert (written["hidden_act"], written["use_sliding_window"]) == ("silu", False)
-    assert (written["tie_word_embeddings"], written["initializer_range"]) == (tied, 0.5)
-    assert (
-        not {"n_layers", "n_kv_heads", "embedding_size", "max_sequence_length", "head_dim"} & written.keys()
-    )
-    input_ids = ids(1, 9)
-    assert torch.equal(again(input_ids).logits, model(input_ids).logits)
 
 
 def test_tied_weights_leave_no_room_for_a_head(dream: Checkpoint) -> None:
