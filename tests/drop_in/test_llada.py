@@ -13,7 +13,7 @@ import dlmkern
 from dlmkern import decoders as d
 from dlmkern.drop_in import llada
 from tests.decoders.support import DATA, MASK, VOCAB
-from tests.drop_in.support import OfficialModel, defaults
+from tests.drop_in.support import OfficialModel, defaults, padded
 
 PROMPT = torch.tensor([[1, 3, 5, 7], [2, 2, 0, 8]])
 EOS, EOT = 4, 6
@@ -37,6 +37,17 @@ def test_signature() -> None:
     }
     assert list(positional.items()) == list(official.items())
     assert other == {"compat", "seed"}
+
+
+def test_calls_of_the_official_examples() -> None:
+    """Newer ones give a mask by position, older ones go on to keywords after the prompt."""
+    settings: dict[str, Any] = {"steps": 8, "gen_length": 8, "block_length": 4, "mask_id": MASK}
+    ids, mask = padded([[1, 3, 5, 7], [2, 8]], "left")
+    newer = llada.generate(OfficialModel(), ids, mask, **settings)
+    assert torch.equal(newer, llada.generate(OfficialModel(), ids, attention_mask=mask, **settings))
+    older = llada.generate(OfficialModel(), ids[:1], **settings)
+    assert torch.equal(older, newer[:1])
+    assert not torch.equal(llada.generate(OfficialModel(), ids, **settings), newer)
 
 
 @pytest.mark.parametrize("compat", [None, "official"])
