@@ -54,7 +54,7 @@ class DreamSchedule(UnmaskingRule):
     compat: str | None = None
 
     def __post_init__(self) -> None:
-        if self.alg not in _STATISTICS:
+        if not isinstance(self.alg, str) or self.alg not in _STATISTICS:
             raise ValueError(f"alg must be one of {', '.join(_STATISTICS)}, got {self.alg!r}")
         if self.steps is not None:
             _check.positive_int("steps", self.steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +107,9 @@ def diffusion_generate(
     _check.positive_int("num_return_sequences", copies)
     prompt = inputs.to(getattr(model, "device", inputs.device)).repeat_interleave(copies, 0)
     attention_mask = settings["attention_mask"]
-    if isinstance(attention_mask, Tensor):
+    if isinstance(attention_mask, Tensor) and attention_mask.shape == inputs.shape:
         attention_mask = attention_mask.repeat_interleave(copies, 0)
-    if isinstance(seed, int):
+    if isinstance(seed, int) and not isinstance(seed, bool):
         seed = [seed + copy for copy in range(copies)] * len(inputs)
     stream = open_stream(
         model,
@@ -145,6 +145,8 @@ def _settings(generation_config: object, kwargs: dict[str, Any]) -> dict[str, An
             )
         if name not in _DEFAULTS:
             raise TypeError(f"unknown argument {name!r}, known: {', '.join(_DEFAULTS)}")
+    if isinstance(generation_config, Mapping):
+        raise TypeError("generation_config must be an object with attributes, got a mapping; use **kwargs")
     settings = dict(_DEFAULTS)
     for name in settings:
         value = getattr(generation_config, name, None)

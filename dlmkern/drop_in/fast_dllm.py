@@ -205,7 +205,13 @@ def get_transfer_index(
     count = num_transfer_tokens
     if count is None:
         raise ValueError("num_transfer_tokens is needed without a threshold")
+    if isinstance(count, bool) or not isinstance(count, int | Tensor):
+        raise TypeError(f"num_transfer_tokens must be an int or integers, got {count!r}")
+    if isinstance(count, int) and count < 0:
+        raise ValueError(f"num_transfer_tokens must be at least 0, got {count}")
     if isinstance(count, Tensor):
+        if count.dtype.is_floating_point or count.dtype.is_complex or count.dtype == torch.bool:
+            raise TypeError(f"num_transfer_tokens must hold integers, got {count.dtype}")
         if count.shape not in ((len(x),), (len(x), 1)):
             raise ValueError(
                 f"num_transfer_tokens must have shape [{len(x)}] or [{len(x)}, 1], got {list(count.shape)}"

@@ -112,6 +112,7 @@ class _EndsLast(UnmaskingRule):
         rest = torch.ones_like(confidence)
         is_end = torch.zeros_like(token, dtype=torch.bool)
         for end in self.ends:
+            _check_token("eos_token_id and eot_token_id", end, candidates.logits)
             rest -= (candidates.logits[..., end].to(torch.float64) - candidates.logsumexp).exp()
             is_end |= token == end
         # Where the ends take all, rounding may leave less than the token's own share, or nothing.
@@ -128,14 +129,16 @@ class _WithoutToken(nn.Module):
         self.model = model
         self.token_id = token_id
         self.config = getattr(model, "config", None)
-        if hasattr(model, "device"):
-            self.device = model.device
+        for name in ("device", "shifted_logits"):
+            if hasattr(model, name):
+                setattr(self, name, getattr(model, name))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.without_token(self.model(input_ids))
 
     def without_token(self, output: Any) -> Tensor:
         logits: Tensor = getattr(output, "logits", output)
+        _check_token("eos_token_id", self.token_id, logits)
         # Not -inf, which guidance would turn into NaN.
         token = torch.tensor(self.token_id, device=logits.device)
         return logits.index_fill(-1, token, torch.finfo(logits.dtype).min)
@@ -148,6 +151,11 @@ class _WindowsWithoutToken(_WithoutToken):
         self, input_ids: Tensor, lengths: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
         return self.without_token(self.model(input_ids, lengths=lengths, positions=positions))
+
+
+def _check_token(name: str, token: int, logits: Tensor) -> None:
+    if token >= logits.shape[-1]:
+        raise ValueError(f"{name} must be below the model's {logits.shape[-1]} logits, got {token}")
 
 
 def _token_id(model: Model, name: str, official: int, mask_id: int) -> int:

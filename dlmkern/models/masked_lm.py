@@ -72,6 +72,9 @@ class MaskedLM(PreTrainedModel):
 
     def new_cache(self, rows: int, length: int) -> KVCache:
         """A cache for `rows` rows of at most `length` positions, in the model's dtype and on its device."""
+        for name, value in (("rows", rows), ("length", length)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
         config = self.config
         return KVCache.empty(
             config.n_layers, rows, config.n_kv_heads, length, config.head_dim, self.dtype, self.device
