@@ -76,7 +76,7 @@ class Positions:
         model.register_forward_pre_hook(self._add, with_kwargs=True)
 
     def _add(self, _: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        places = keywords.get("token_positions")
+        places = keywords.get("position_ids")
         self.count += arguments[0].numel() if places is None else int((places >= 0).sum())
 
 
