@@ -269,11 +269,9 @@ typedef enum dlmkern_rule {
 DLMKERN_API int dlmkern_cpu_confidence_select(const dlmkern_view* confidence, const dlmkern_view* mask,
                                               const dlmkern_view* parameter, int rule,
                                               const dlmkern_view* selected);
-DLMKERN_API size_t dlmkern_cuda_confidence_select_workspace(int64_t B, int64_t n);
 DLMKERN_API int dlmkern_cuda_confidence_select(const dlmkern_view* confidence, const dlmkern_view* mask,
                                                const dlmkern_view* parameter, int rule,
-                                               const dlmkern_view* selected, void* workspace,
-                                               size_t workspace_bytes, void* stream);
+                                               const dlmkern_view* selected, void* stream);
 
 /* -----------------------------------------------------------------------------------------------------------
  * kv_block_write: keys and values of a block into their places in the cache, in place.

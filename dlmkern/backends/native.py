@@ -206,7 +206,7 @@ class Kernels:
         self.call(
             "confidence_select",
             confidence,
-            tuple(confidence.shape),
+            None,
             view(confidence),
             optional_view(mask),
             view(parameter),
