@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .launch import Launch, one_program, run
 
-THRESHOLD, FACTOR, SCHEDULE, FACTOR_OFFICIAL = range(4)  # the rules, as in dlmkern.h
+THRESHOLD, FACTOR, SCHEDULE, FACTOR_OFFICIAL = map(tl.constexpr, range(4))  # the rules, as in dlmkern.h
 _MOST = 64  # positions that a program ranks
 
 
@@ -52,15 +52,15 @@ def confidence_select_kernel(
         rank += tl.sum(((other > confidence[:, None]) | tied).to(tl.int32), 1)
 
     parameter = tl.load(parameter_ptr + batch)
-    if RULE == 0:
+    if RULE == THRESHOLD:
         passed = confidence >= parameter
-    elif RULE == 1:
+    elif RULE == FACTOR:
         passed = (rank + 1).to(tl.float64) * (1.0 - confidence) < parameter
-    elif RULE == 2:
+    elif RULE == SCHEDULE:
         passed = rank.to(tl.float64) <= parameter
     else:
         passed = confidence >= 1.0 - parameter / (rank + 1).to(tl.float64)
-    if RULE != 2:
+    if RULE != SCHEDULE:
         passed |= rank == 1
     tl.store(selected_ptr + batch * n + i, passed & (confidence == confidence), mask=i < n)
 

@@ -1,7 +1,7 @@
 """confidence_select: which positions a confidence rule commits."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +10,15 @@ from dlmkern.ops import _arrays, _check
 from dlmkern.ops._library import define
 from dlmkern.ops.token_stats import token_stats
 
-RULES = ("threshold", "factor", "schedule")  # in the order of the C API's dlmkern_rule
-FACTOR_OFFICIAL = 3
-SMALLEST = math.ulp(0.0)
+# The argument of each rule, its dtype, its least value and what an error says is expected; in the order of
+# dlmkern_rule in the C API.
+ARGUMENTS: dict[str, tuple[str, torch.dtype, float, str]] = {
+    "threshold": ("tau", torch.float64, -math.inf, "a number"),
+    "factor": ("factor", torch.float64, math.ulp(0.0), "a number above 0"),
+    "schedule": ("count", torch.int64, 0, "a count of at least 0"),
+}
+RULES = tuple(ARGUMENTS)
+FACTOR_OFFICIAL = len(RULES)
 
 
 class ConfidenceSelection(NamedTuple):
@@ -107,36 +113,15 @@ def confidence_select(
         mask = _check.companion("mask", mask, name, confidence, confidence.shape, _check.BOOL)
     single = confidence.ndim == 1
     batch = 1 if single else confidence.shape[0]
-    parameter, code = _parameter(rule, batch, confidence.device, tau, factor, count, compat)
+    argument, dtype, least, expected = ARGUMENTS[rule]
+    value: Any = {"tau": tau, "factor": factor, "count": count}[argument]
+    parameter = _check.per_row(argument, value, batch, dtype, confidence.device).double()
+    _check.in_range(argument, _check.host_values(value, batch), least, math.inf, expected)
+    official = rule == "factor" and compat is not None
     selected: Tensor = _op(
         confidence.unsqueeze(0) if single else confidence,
         mask.unsqueeze(0) if single and mask is not None else mask,
         parameter,
-        code,
+        FACTOR_OFFICIAL if official else RULES.index(rule),
     )
     return ConfidenceSelection(selected.squeeze(0) if single else selected, token, confidence)
-
-
-def _parameter(
-    rule: str,
-    batch: int,
-    device: torch.device,
-    tau: float | Tensor,
-    factor: float | Tensor,
-    count: int | Tensor | None,
-    compat: str | None,
-) -> tuple[Tensor, int]:
-    """The rule's parameter, float64 ``[B]``, and the rule as the torch op takes it."""
-    if rule == "threshold":
-        parameter = _check.per_row("tau", tau, batch, torch.float64, device)
-        _check.in_range("tau", _check.host_values(tau, batch), -math.inf, math.inf, "a number")
-        return parameter, 0
-    if rule == "factor":
-        parameter = _check.per_row("factor", factor, batch, torch.float64, device)
-        values = _check.host_values(factor, batch)
-        _check.in_range("factor", values, SMALLEST, math.inf, "a number above 0")
-        return parameter, 1 if compat is None else FACTOR_OFFICIAL
-    assert count is not None
-    parameter = _check.per_row("count", count, batch, torch.int64, device).double()
-    _check.in_range("count", _check.host_values(count, batch), 0, math.inf, "a count of at least 0")
-    return parameter, 2
