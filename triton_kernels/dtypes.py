@@ -20,9 +20,7 @@ def wide(x):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """x, float32 or float64, in dtype, rounded to the nearest."""
-    if dtype != tl.float64:
-        x = x.to(tl.float32)
+    """x, as wide makes it, in dtype, rounded to the nearest."""
     if INTERPRETED and dtype == tl.bfloat16:  # it would cut the lower half off
         bits = x.to(tl.uint32, bitcast=True)
         rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)

@@ -238,9 +238,9 @@ def kv_block_write(
     """The drift, float32 [4, B, n], or [0] without; k_cache and v_cache are written in place.
 
     k_cache, v_cache: [B, H, L, d] float. k, v: [B, H, n, d] of the same dtype. positions: [B, n] int64, the
-    place of each; outside [0, L) it is skipped. cos, sin: [P, d] float32 or float64, P >= L and d even: row p
-    turns a key at position p, element i with i + d / 2, in the dtype of the tables or of the keys if that is
-    wider. The drift is cosine and distance |new - old| / |old| of the keys, then of the values, over all H d
+    place of each; outside [0, L) it is skipped. cos, sin: [P, d] float64 for float64 keys, float32 for the
+    others, P >= L and d even: row p turns a key at position p, element i with i + d / 2, in the dtype of the
+    tables. The drift is cosine and distance |new - old| / |old| of the keys, then of the values, over all H d
     numbers of a position as the caches hold them; NaN where it is skipped.
     """
     launches, moved = plan(k_cache, v_cache, k, v, positions, cos, sin, drift)

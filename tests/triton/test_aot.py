@@ -85,11 +85,10 @@ def confidence_launches(n: int, rule: int) -> list[Launch]:
     return confidence_select.plan(confidence, mask, torch.empty(2, dtype=torch.float64), rule)[0]
 
 
-def write_launches(
-    H: int, n: int, d: int, dtype: torch.dtype, table: torch.dtype | None, drift: bool
-) -> list[Launch]:
+def write_launches(H: int, n: int, d: int, dtype: torch.dtype, turned: bool, drift: bool) -> list[Launch]:
     cache, k = torch.empty(1, H, 1024, d, dtype=dtype), torch.empty(1, n, H, d, dtype=dtype).transpose(1, 2)
-    rope = None if table is None else torch.empty(1024, d, dtype=table)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rope = torch.empty(1024, d, dtype=wide) if turned else None
     positions = torch.empty(1, n, dtype=torch.int64)
     return kv_block_write.plan(cache, cache, k, k, positions, rope, rope, drift)[0]
 
@@ -127,14 +126,12 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "confidence_select threshold, n = 32": partial(confidence_launches, 32, 0),
     "confidence_select factor, n = 256": partial(confidence_launches, 256, 1),
     "confidence_select official, n = 2048": partial(confidence_launches, 2048, 3),
-    "kv_block_write bf16, 8 x 64": partial(write_launches, 8, 32, 64, torch.bfloat16, None, False),
-    "kv_block_write bf16, 32 x 128": partial(
-        write_launches, 32, 32, 128, torch.bfloat16, torch.float32, True
-    ),
-    "kv_block_write f16, 4 x 128": partial(write_launches, 4, 32, 128, torch.float16, torch.float64, False),
-    "kv_block_write f32, 32 x 128": partial(write_launches, 32, 32, 128, torch.float32, torch.float32, True),
-    "kv_block_write f64, 32 x 80": partial(write_launches, 32, 32, 80, torch.float64, torch.float64, True),
-    "kv_block_write f32, 1 x 1": partial(write_launches, 1, 1, 1, torch.float32, None, True),
+    "kv_block_write bf16, 8 x 64": partial(write_launches, 8, 32, 64, torch.bfloat16, False, False),
+    "kv_block_write bf16, 32 x 128": partial(write_launches, 32, 32, 128, torch.bfloat16, True, True),
+    "kv_block_write f16, 4 x 128": partial(write_launches, 4, 32, 128, torch.float16, True, False),
+    "kv_block_write f32, 32 x 128": partial(write_launches, 32, 32, 128, torch.float32, True, True),
+    "kv_block_write f64, 32 x 80": partial(write_launches, 32, 32, 80, torch.float64, True, True),
+    "kv_block_write f32, 1 x 1": partial(write_launches, 1, 1, 1, torch.float32, False, True),
     "block_attention bf16, 32 heads of 64": partial(attention_launches, 1, 32, 32, 32, 64, torch.bfloat16),
     "block_attention bf16, 32 of 128": partial(attention_launches, 1, 32, 32, 32, 128, torch.bfloat16),
     "block_attention bf16, batch of 128": partial(
