@@ -35,7 +35,7 @@ LEGS = (
     ),
     Leg(
         "Triton, interpreted",
-        ("tests/ops", "tests/triton/test_interpret.py", "-n", "2", "--dist", "worksteal"),
+        ("tests/ops", "tests/triton", "--ignore=tests/triton/test_aot.py", "-n", "2", "--dist", "worksteal"),
         {"TRITON_INTERPRET": "1"},
     ),
     Leg("Triton, compiled ahead of time", ("tests/triton/test_aot.py",)),
