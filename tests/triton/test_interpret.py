@@ -13,7 +13,6 @@ from .interpreter import INTERPRETED, interpreted, randn, speed_up
 if INTERPRETED:
     from dlmkern.triton_kernels import (
         cap_select,
-        confidence_select,
         conflict_matrix,
         independent_set,
         token_stats,
@@ -406,84 +405,3 @@ def test_cap_select_without_mask_forces_the_best() -> None:
         probs[:, :0], probs.argmax(-1)[:, :0], None, None, *[torch.zeros(1).double()] * 3, False
     )
     assert selected.shape == (1, 0)
-
-
-# ---- confidence_select
-
-
-def confidence_truth(
-    confidence: list[float], mask: list[bool], parameter: float, rule: int
-) -> tuple[Tensor, int]:
-    """The selection of one sequence, rank by rank, and the number of candidates."""
-    order = sorted(
-        (i for i, c in enumerate(confidence) if mask[i] and c == c), key=lambda i: (-confidence[i], i)
-    )
-    chosen = []
-    for rank, i in enumerate(order, 1):
-        passes = (
-            rank == 1 or confidence[i] >= parameter,
-            rank == 1 or (rank + 1) * (1 - confidence[i]) < parameter,
-            rank <= parameter,
-            rank == 1 or confidence[i] >= 1 - parameter / (rank + 1),
-        )
-        chosen += [i] if passes[rule] else []
-    if rule == confidence_select.FACTOR_OFFICIAL and order and len(chosen) == len(order) - 1:
-        chosen.append(order[-1])
-    selected = torch.zeros(len(confidence), dtype=torch.bool)
-    selected[chosen] = True
-    return selected, len(order)
-
-
-PARAMETERS = (
-    (0.9, 0.5, 0.0, INF),
-    (1.0, 0.4, 30.0, INF),
-    (0.0, 3.0, 17.0, INF),
-    (1.0, 0.4, 30.0, INF),
-)
-
-
-@interpreted
-@pytest.mark.parametrize("n", [1, 2, 33, 150])
-@pytest.mark.parametrize("rule", range(4), ids=["threshold", "factor", "schedule", "factor_official"])
-def test_confidence_select(n: int, rule: int) -> None:
-    """Few different confidences, so that they tie, and sequences that hold special ones."""
-    generator = torch.Generator().manual_seed(n)
-    confidence = 1 - torch.randint(0, 40, (4, n), generator=generator).double() ** 2 / 1600
-    confidence[1, n // 2], confidence[2, n // 3], confidence[3, n - 1] = NAN, -INF, INF
-    mask = torch.rand(4, n, generator=generator) < 0.8
-    parameter = torch.tensor(PARAMETERS[rule], dtype=torch.float64)
-    some = False
-    for c, m in (
-        (confidence, mask),
-        (confidence.mT.contiguous().mT.float(), None),
-        (confidence.flip(1), mask),
-    ):
-        got = confidence_select.confidence_select(c, m, parameter, rule)
-        for b in range(4):
-            open_ = [True] * n if m is None else m[b].tolist()
-            want, candidates = confidence_truth(c[b].double().tolist(), open_, float(parameter[b]), rule)
-            assert torch.equal(got[b], want)
-            some |= 1 < int(want.sum()) < candidates
-    assert some or n < 3
-
-
-@interpreted
-def test_the_last_rank_goes_in_with_all_the_others() -> None:
-    confidence = torch.tensor([[0.1, 0.99, 0.98, 0.97], [0.1, 0.99, 0.1, 0.97]], dtype=torch.float64)
-    parameter = torch.full((2,), 0.5, dtype=torch.float64)
-    for rule, want in (
-        (confidence_select.FACTOR, [[False, True, True, True], [False, True, False, True]]),
-        (confidence_select.FACTOR_OFFICIAL, [[True] * 4, [False, True, False, True]]),
-    ):
-        assert confidence_select.confidence_select(confidence, None, parameter, rule).tolist() == want
-
-
-@interpreted
-def test_no_confidences() -> None:
-    parameter = torch.zeros(2, dtype=torch.float64)
-    for rule in range(4):
-        assert confidence_select.confidence_select(torch.zeros(2, 0), None, parameter, rule).shape == (2, 0)
-        nothing = confidence_select.confidence_select(torch.full((2, 3), NAN), None, parameter, rule)
-        assert not nothing.any()
-        masked = torch.zeros(2, 3, dtype=torch.bool)
-        assert not confidence_select.confidence_select(torch.ones(2, 3), masked, parameter, rule).any()
