@@ -103,7 +103,7 @@ void write_position(const Arguments& a, int64_t b, int64_t i, const Buffers<T>& 
     return;
   }
   const auto table_row = [&](const dlmkern_view* table, Wide<T>* buffer) -> const Wide<T>* {
-    if (table == nullptr) return nullptr;
+    if (table == nullptr || H == 0) return nullptr;  // without heads there is no key, and no buffer
     return consecutive(address_of<Wide<T>>(*table, p), table->stride[1], d, buffer);
   };
   const Wide<T>* const cos = table_row(a.cos, buffers.cos);

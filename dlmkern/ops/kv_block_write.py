@@ -58,7 +58,8 @@ def kv_block_write(
     Args:
         k_cache, v_cache: float ``[B, H, L, d]`` of any strides, written in place. They are tensors, NumPy
             arrays, or arrays whose ``__dlpack__`` says that its memory is shared and may be written.
-        k, v: ``[B, H, n, d]`` of the same dtype; not views of the caches.
+            They share no memory with each other, nor with `k` and `v`.
+        k, v: ``[B, H, n, d]`` of the same dtype. They get no gradient through the caches.
         positions: integers ``[B, n]`` in [-1, L); -1 skips the row. Of two equal ones in a sequence, either
             row may stay.
         rope: (cos, sin), each ``[P, d]`` with P >= L, float64 for float64 caches and float32 for the others:
@@ -84,6 +85,9 @@ def kv_block_write(
             written={"k_cache": k_cache, "v_cache": v_cache},
             drift=drift,
         )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.requires_grad:
+            raise TypeError(f"{name}: expected a tensor that does not require grad")
     k_cache = _check.tensor("k_cache", k_cache, _check.FLOATS)
     if k_cache.ndim != 4:
         raise ValueError(f"k_cache: expected shape [B, H, L, d], got {list(k_cache.shape)}")
@@ -103,6 +107,9 @@ def kv_block_write(
     if cos is not None or sin is not None:
         cos, sin = _tables(k_cache, cos, sin)
     moved: Tensor = _op(k_cache, v_cache, k, v, positions.long(), cos, sin, bool(drift))
+    if not torch.compiler.is_compiling():
+        # Autograd, which does not see the write, would else take a cache saved for a gradient as unchanged.
+        torch.autograd.graph.increment_version((k_cache, v_cache))
     return KVDrift(*moved.unbind()) if drift else None
 
 

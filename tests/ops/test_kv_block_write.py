@@ -448,3 +448,29 @@ def test_registration_and_compilation(backend: str, device: torch.device) -> Non
         assert_same(one, other)
     assert torch.equal(k_cache, caches[0])
     assert torch.equal(v_cache, caches[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_heads(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Nothing is written and no table is read; without numbers, no cosine or distance is defined."""
+    cache = torch.zeros(1, 0, 2000, 64, dtype=dtype, device=device)
+    block = torch.zeros(1, 0, 1000, 64, dtype=dtype, device=device)
+    positions = torch.arange(1000, device=device).unsqueeze(0)
+    table = torch.randn(64, 2000, dtype=dtype, device=device).T
+    for _ in range(3):
+        drift = dlmkern.kv_block_write(
+            cache, cache.clone(), block, block, positions, rope=(table, table), drift=True
+        )
+    assert all(x.isnan().all() for x in drift)
+
+
+def test_autograd_notices_the_write() -> None:
+    weight = torch.ones(1, 1, 1, 2, requires_grad=True)
+    cache = torch.ones(1, 1, 1, 2)
+    product = (cache * weight).sum()
+    block, positions = torch.full_like(cache, 5.0), torch.zeros(1, 1, dtype=torch.int64)
+    dlmkern.kv_block_write(cache, cache.clone(), block, block, positions)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with pytest.raises(TypeError, match="k_cache: expected a tensor that does not require grad"):
+        dlmkern.kv_block_write(weight, cache, block, block, positions)
