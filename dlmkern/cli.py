@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import math
 import os
@@ -232,6 +233,11 @@ def _decoder(name: str, settings: list[str], cache: str = "none") -> Decoder:
             values[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             values[key] = value
+    known = inspect.signature(PRESETS[name]).parameters
+    if unknown := values.keys() - known.keys():
+        raise ValueError(
+            f"--set: {name} has no setting {', '.join(sorted(unknown))}; it has {', '.join(known)}"
+        )
     return PRESETS[name](**values)
 
 

@@ -47,7 +47,8 @@ class Forward:
         self.caches = isinstance(decoder.cache, PrefixCache | DualCache)
         if self.caches and not hasattr(model, "new_cache"):
             raise ValueError(
-                f"cache: {decoder.cache!r} needs a model of dlmkern.models, got {type(model).__name__}"
+                f"cache: {decoder.cache!r} needs a model of dlmkern.models, which dlmkern.load_model reads; "
+                f"got {type(model).__name__}"
             )
         self.cache: KVCache | None = None
         self.takes_windows = _takes_windows(model)

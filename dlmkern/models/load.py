@@ -57,7 +57,9 @@ def load_model(
     target_device = _device(device)
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no such model folder: {folder}")
+        raise FileNotFoundError(
+            f"no such model folder: {folder} (checkpoints are read from local folders, not downloaded)"
+        )
     model_class, config = _config(folder)
     with torch.device("meta"):
         model = model_class(config)

@@ -158,5 +158,5 @@ def test_bad_input(cache: str | None, settings: dict[str, Any], error: type[Exce
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_caches_need_own_models(cache: str) -> None:
-    with pytest.raises(ValueError, match=r"cache: .* needs a model of dlmkern\.models, got OfficialModel"):
+    with pytest.raises(ValueError, match=r"cache: .* needs a model of dlmkern\.models, .* got OfficialModel"):
         FUNCTIONS[cache](OfficialModel(), torch.tensor([[1]]), mask_id=MASK)
