@@ -75,10 +75,13 @@ class MaskedLM(PreTrainedModel):
         for name, value in (("rows", rows), ("length", length)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
+        layers, heads, head_dim, dtype, device = self._cache_kind()
+        return KVCache.empty(layers, rows, heads, length, head_dim, dtype, device)
+
+    def _cache_kind(self) -> tuple[int, int, int, torch.dtype, torch.device]:
+        """The `KVCache.kind` of this model's caches."""
         config = self.config
-        return KVCache.empty(
-            config.n_layers, rows, config.n_kv_heads, length, config.head_dim, self.dtype, self.device
-        )
+        return config.n_layers, config.n_kv_heads, config.head_dim, self.dtype, self.device
 
     def forward(
         self,
@@ -126,7 +129,7 @@ class MaskedLM(PreTrainedModel):
         batch, n = input_ids.shape
         length = n
         if cache is not None:
-            _check_kind(cache, self.new_cache(0, 0))
+            _check_kind(cache, self._cache_kind())
         if position_ids is not None:
             if cache is None or attention_mask is not None or cache_rows is not None:
                 raise ValueError("position_ids needs cache, and neither attention_mask nor cache_rows")
@@ -222,13 +225,13 @@ def _key_mask(
     return mask[:, None, None, :].to(device)
 
 
-def _check_kind(cache: KVCache, expected: KVCache) -> None:
+def _check_kind(cache: KVCache, expected: tuple[int, int, int, torch.dtype, torch.device]) -> None:
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
-    if cache.kind != expected.kind:
+    if cache.kind != expected:
         raise ValueError(
             "cache must be from this model's new_cache, with (layers, heads, head_dim, dtype, device) = "
-            f"{expected.kind}, got {cache.kind}"
+            f"{expected}, got {cache.kind}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Padding, lengths and files, which are the same for both models."""
+"""The forward pass, padding, lengths and files, which are the same for both models."""
 
 from __future__ import annotations
 
@@ -12,11 +12,38 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from dlmkern.models import DreamModel, LLaDAModelLM, load_model
-from tests.models.support import DATA, FIELDS, ids
+from tests.models.support import DATA, FIELDS, PlainModel, ids
 
 Checkpoint = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("no_grad")
 both_models = pytest.mark.parametrize("model_type", FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llada", {}),
+        ("llada", {"n_kv_heads": 4}),
+        ("llada", {"n_kv_heads": 1, "multi_query_attention": True}),
+        ("llada", {"include_qkv_bias": True}),
+        ("llada", {"include_bias": True, "bias_for_layer_norm": True}),
+        ("llada", {"weight_tying": True, "scale_logits": True}),
+        ("Dream", {}),
+        ("Dream", {"num_key_value_heads": 4}),
+        ("Dream", {"num_key_value_heads": None}),
+        ("Dream", {"num_key_value_heads": 1}),
+        ("Dream", {"tie_word_embeddings": True}),
+    ],
+    ids=str,
+)
+def test_against_plain_float64(checkpoint: Checkpoint, model_type: str, changes: dict[str, Any]) -> None:
+    folder = checkpoint(model_type=model_type, **changes)
+    model = load_model(folder, dtype="float64")
+    input_ids = ids(2, 7)
+    expected = torch.stack([*map(PlainModel(folder, model.config), input_ids)])
+    torch.testing.assert_close(model(input_ids).logits, expected, rtol=0, atol=1e-9)
+    single = load_model(folder)(input_ids).logits
+    assert (single - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
