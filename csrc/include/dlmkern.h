@@ -297,6 +297,56 @@ DLMKERN_API int dlmkern_cuda_kv_block_write(const dlmkern_view* k_cache, const d
                                             const dlmkern_view* positions, const dlmkern_view* cos,
                                             const dlmkern_view* sin, const dlmkern_view* drift, void* stream);
 
+/* -----------------------------------------------------------------------------------------------------------
+ * attention_graph: how much some positions attend to each other, the mean over heads (DAPD). The attention
+ * map [B, Hq, L, L] is never stored. On GPUs it needs the matrix units and is left to Triton.
+ *
+ *   q          [B, Hq, n, d] float, d >= 1
+ *   k          [B, Hkv, L, d] same dtype; Hkv divides Hq, query head h goes with key head h / (Hq / Hkv)
+ *   positions  [B, M] int64: the place of each position's key
+ *   rows       [B, M] int64: the row of q with its query; or NULL, then it is the place, and n == L
+ *   lengths    [B] int64: the keys of a sequence end there, whatever lies beyond; NULL for L. Below 0 is 0,
+ * and above L is L lse        [B, Hq, n] float64 for float64 q, else float32: log sum exp(scale q k) over the
+ * keys, in nats; or NULL, then it is computed scale      finite out        [B, M, M] float64 for float64 q,
+ * else float32, in and out
+ *
+ * Positions with a place outside [0, length) or a row outside [0, n) are padding. For all others
+ * out_ij += 1/Hq sum_h exp(scale q_h,row(i) k_h,place(j) - lse_h,row(i)); nothing else is written. Products
+ * and sums have the dtype of out.
+ */
+DLMKERN_API int dlmkern_cpu_attention_graph(const dlmkern_view* q, const dlmkern_view* k,
+                                            const dlmkern_view* positions, const dlmkern_view* rows,
+                                            const dlmkern_view* lengths, const dlmkern_view* lse,
+                                            double scale, const dlmkern_view* out);
+
+/* -----------------------------------------------------------------------------------------------------------
+ * dapd_select: one commit step of DAPD, an independent set of the graph that attention draws.
+ *
+ *   scores      [B, M, M] float32|float64: attention as attention_graph adds it up; only its proportions
+ * matter confidence  [B, M] float32|float64 valid       [B, M] bool, or NULL for all: positions that may be
+ * committed tau, certain, late  [B] float64 each symmetric   0: an edge is tested from the candidate's side
+ * (official); 1: from either side selected    [B, M] bool, out
+ *
+ * In float64. w(x) is x, or 0 if float32 can't hold it (beyond its largest number, infinite or NaN). The
+ * candidates are the valid positions of finite confidence c; over pairs of them
+ *   s_ij     = (w(scores_ij) + w(scores_ji)) / 2 for i != j, else 0
+ *   degree_i = sum_j s_ij, added in order of j
+ *   edge_ij  = s_ij / max(max_j s_ij, 1e-8) > tau; if symmetric, edge_ij or edge_ji
+ * Candidates with c >= certain go in. The others are scanned by falling degree_i c_i, ties to the lower
+ * index, and each is taken unless edge_ij for some j that the scan has taken; the certain ones block nobody.
+ * Last, the candidates with c >= late go in. No comparison with NaN holds.
+ */
+DLMKERN_API int dlmkern_cpu_dapd_select(const dlmkern_view* scores, const dlmkern_view* confidence,
+                                        const dlmkern_view* valid, const dlmkern_view* tau,
+                                        const dlmkern_view* certain, const dlmkern_view* late, int symmetric,
+                                        const dlmkern_view* selected);
+DLMKERN_API size_t dlmkern_cuda_dapd_select_workspace(int64_t B, int64_t M);
+DLMKERN_API int dlmkern_cuda_dapd_select(const dlmkern_view* scores, const dlmkern_view* confidence,
+                                         const dlmkern_view* valid, const dlmkern_view* tau,
+                                         const dlmkern_view* certain, const dlmkern_view* late, int symmetric,
+                                         const dlmkern_view* selected, void* workspace,
+                                         size_t workspace_bytes, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -22,6 +22,8 @@ OPS = (
     "confidence_select",
     "kv_block_write",
     "block_attention",
+    "attention_graph",
+    "dapd_select",
 )
 BACKENDS = ("reference", "cpu", "cuda", "triton")
 # What "auto" tries, best first; any other device gets the reference.
@@ -82,7 +84,7 @@ def _function(backend: str, op: str, device: str, dtype: torch.dtype) -> Callabl
     if backend == "reference":
         return getattr(importlib.import_module("dlmkern.reference"), op)  # type: ignore[no-any-return]
     if backend == "triton":
-        if dtype == torch.float64 and op in ("token_stats", "block_attention"):
+        if dtype == torch.float64 and op in ("token_stats", "block_attention", "attention_graph"):
             raise refuse("it takes float32, bfloat16 and float16, not float64")
         return _triton_function(op, device, refuse)
     from dlmkern.backends import native

@@ -5,10 +5,12 @@ tensors, NumPy arrays or anything else with ``__dlpack__``, and they answer in k
 influence each other.
 """
 
+from dlmkern.ops.attention_graph import attention_graph
 from dlmkern.ops.block_attention import BlockAttention, block_attention
 from dlmkern.ops.cap_select import CapSelection, cap_select
 from dlmkern.ops.confidence_select import ConfidenceSelection, confidence_select
 from dlmkern.ops.conflict_matrix import conflict_matrix
+from dlmkern.ops.dapd_select import dapd_select
 from dlmkern.ops.depga_block import depga_block
 from dlmkern.ops.independent_set import independent_set
 from dlmkern.ops.kv_block_write import KVDrift, kv_block_write
@@ -23,10 +25,12 @@ __all__ = [
     "KVDrift",
     "TokenStats",
     "TopKSnapshot",
+    "attention_graph",
     "block_attention",
     "cap_select",
     "confidence_select",
     "conflict_matrix",
+    "dapd_select",
     "depga_block",
     "independent_set",
     "kl_entropy",

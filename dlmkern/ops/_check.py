@@ -1,5 +1,6 @@
 """Checks of what callers pass in. Every error names the argument, what came and what was expected."""
 
+import math
 from numbers import Integral, Real
 from typing import TypeAlias, TypeGuard
 
@@ -55,6 +56,34 @@ def companion(
 def same_device(name: str, x: Tensor, leader_name: str, leader: Tensor) -> None:
     if x.device != leader.device:
         raise ValueError(f"{name}: expected device {leader.device} like {leader_name}, got {x.device}")
+
+
+def query_and_key(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries ``[B, Hq, n, d]`` and keys ``[B, Hkv, L, d]`` that go with them: Hkv divides Hq."""
+    q = tensor("q", q, FLOATS)
+    if q.ndim != 4 or q.shape[3] == 0:
+        raise ValueError(f"q: expected shape [B, Hq, n, d] with d >= 1, got {list(q.shape)}")
+    batch, heads, _, size = q.shape
+    k = tensor("k", k, (q.dtype,))
+    same_device("k", k, "q", q)
+    if k.ndim != 4 or k.shape[0] != batch or k.shape[3] != size:
+        raise ValueError(f"k: expected shape [{batch}, Hkv, L, {size}] to go with q, got {list(k.shape)}")
+    kv_heads = k.shape[1]
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(f"k: expected a number of heads that divides the {heads} of q, got {kv_heads}")
+    return q, k
+
+
+def scale(value: object, size: int) -> float:
+    """The factor of q k for heads of `size` numbers; None for its default."""
+    if value is None:
+        return 1.0 / math.sqrt(size)
+    if not is_number(value):
+        raise TypeError(f"scale: expected a number or None, got {type(value).__name__}")
+    number = as_float("scale", value)
+    if not math.isfinite(number):
+        raise ValueError(f"scale: expected a finite number, got {number}")
+    return number
 
 
 def writable(name: str, x: Tensor) -> None:

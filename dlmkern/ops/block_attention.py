@@ -1,6 +1,5 @@
 """block_attention: the queries of a block over a cache of keys and values."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -51,26 +50,12 @@ def block_attention(
     """
     if not _arrays.all_tensors(q, k, v, lengths):
         return _arrays.call(block_attention, {"q": q, "k": k, "v": v, "lengths": lengths}, scale=scale)
-    q = _check.tensor("q", q, _check.FLOATS)
-    if q.ndim != 4 or q.shape[3] == 0:
-        raise ValueError(f"q: expected shape [B, Hq, n, d] with d >= 1, got {list(q.shape)}")
-    batch, heads, _, size = q.shape
-    k = _check.tensor("k", k, (q.dtype,))
-    _check.same_device("k", k, "q", q)
-    if k.ndim != 4 or k.shape[0] != batch or k.shape[3] != size:
-        raise ValueError(f"k: expected shape [{batch}, Hkv, L, {size}] to go with q, got {list(k.shape)}")
-    kv_heads, length = k.shape[1:3]
-    if heads % kv_heads if kv_heads else heads:
-        raise ValueError(f"k: expected a number of heads that divides the {heads} of q, got {kv_heads}")
+    q, k = _check.query_and_key(q, k)
+    batch, _, _, size = q.shape
+    length = k.shape[2]
     v = _check.companion("v", v, "k", k, k.shape, (q.dtype,))
     if lengths is not None:
         lengths = _check.companion("lengths", lengths, "q", q, (batch,), _check.INTEGERS)
         _check.elements_in_range("lengths", lengths, 0, length)
         lengths = lengths.long()
-    if scale is None:
-        scale = 1.0 / math.sqrt(size)
-    elif not _check.is_number(scale):
-        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
-    elif not math.isfinite(scale := _check.as_float("scale", scale)):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    return BlockAttention(*_op(q, k, v, lengths, scale))
+    return BlockAttention(*_op(q, k, v, lengths, _check.scale(scale, size)))

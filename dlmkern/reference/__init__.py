@@ -5,10 +5,12 @@ Written to be read next to the papers. Every function runs on any device, reads 
 takes the arguments of the ``torch.ops.dlmkern`` op of its name.
 """
 
+from dlmkern.reference.attention_graph import attention_graph
 from dlmkern.reference.block_attention import block_attention
 from dlmkern.reference.cap_select import cap_select
 from dlmkern.reference.confidence_select import confidence_select
 from dlmkern.reference.conflict_matrix import conflict_matrix
+from dlmkern.reference.dapd_select import dapd_select
 from dlmkern.reference.depga_block import depga_block
 from dlmkern.reference.independent_set import independent_set
 from dlmkern.reference.kv_block_write import kv_block_write
@@ -17,10 +19,12 @@ from dlmkern.reference.topk_kl import topk_kl
 from dlmkern.reference.topk_snapshot import topk_snapshot
 
 __all__ = [
+    "attention_graph",
     "block_attention",
     "cap_select",
     "confidence_select",
     "conflict_matrix",
+    "dapd_select",
     "depga_block",
     "independent_set",
     "kv_block_write",
