@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
+from dlmkern.models.attention_graph import AttentionGraph
 from dlmkern.models.kv_cache import KVCache
-from dlmkern.models.layers import RMSNorm, attention
+from dlmkern.models.layers import RMSNorm, attention, attention_with_lse
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -93,6 +94,7 @@ class MaskedLM(PreTrainedModel):
         cache: KVCache | None = None,
         cache_rows: Tensor | None = None,
         position_ids: Tensor | None = None,
+        graph: AttentionGraph | None = None,
     ) -> MaskedLMOutput:
         """Predict every token of every row from the whole row.
 
@@ -116,6 +118,8 @@ class MaskedLM(PreTrainedModel):
             cache: from `new_cache`.
             cache_rows: int64 `[B]`, which of the cache's rows whole rows go to. None: all of them, in order.
             position_ids: int64 `[B, n]`, where in its row each token of `input_ids` is; -1 is padding.
+            graph: to be fed with the attention of the layers that it wants; not together with
+                `attention_mask`. Its positions are places in the rows, its `rows` columns of `input_ids`.
 
         Returns:
             `logits [B, n or m, embedding_size]` in the model's dtype, padded vocabulary rows included. Those
@@ -143,6 +147,8 @@ class MaskedLM(PreTrainedModel):
         _check_cache_size(cache, cache_rows, batch, length)
         if positions is not None:
             _check_ids("positions", positions, (batch, None), 0, n)
+        if graph is not None:
+            _check_graph(graph, attention_mask, batch, n, length)
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
         # Whatever is kept of a pass is kept without its graph.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
@@ -158,7 +164,11 @@ class MaskedLM(PreTrainedModel):
                         k, v = cache.write_block(layer, k, v, position_ids)
                     elif cache is not None:
                         cache.write_rows(layer, k, v, cache_rows)
-                    return attention(q, k, v, key_mask)
+                    if graph is None or not graph.wants(layer, len(self.blocks)):
+                        return attention(q, k, v, key_mask)
+                    attended, lse = attention_with_lse(q, k, v, key_mask)
+                    graph.add(q, k, lengths=lengths, lse=lse)
+                    return attended
 
                 x = block(x, rope, attend)
             if positions is not None:
@@ -223,6 +233,22 @@ def _key_mask(
         if mask.all():
             return None
     return mask[:, None, None, :].to(device)
+
+
+def _check_graph(
+    graph: AttentionGraph, attention_mask: Tensor | None, batch: int, n: int, length: int
+) -> None:
+    if not isinstance(graph, AttentionGraph):
+        raise TypeError(f"graph must be an AttentionGraph, got {type(graph).__name__}")
+    if attention_mask is not None:
+        raise ValueError("graph needs rows that are left-aligned: give lengths, not attention_mask")
+    if len(graph.positions) > batch:
+        raise ValueError(f"graph has {len(graph.positions)} rows of positions, input_ids has {batch} rows")
+    _check_ids("graph.positions", graph.positions, (None, None), -1, length)
+    if graph.rows is not None:
+        _check_ids("graph.rows", graph.rows, (None, None), -1, n)
+    elif n != length:
+        raise ValueError(f"graph needs rows, as input_ids has {n} of {length} positions")
 
 
 def _check_kind(cache: KVCache, expected: tuple[int, int, int, torch.dtype, torch.device]) -> None:
