@@ -1,7 +1,6 @@
 """dapd_select: one commit step of DAPD."""
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -95,10 +94,8 @@ def dapd_select(
     for name, flag in (("symmetric", symmetric), ("late_graph", late_graph)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
-    for name, number in (("certain", certain), ("late", late), ("late_from", late_from)):
-        if not _check.is_number(number):
-            raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-        _check.in_range(name, [_check.as_float(name, number)], -math.inf, math.inf, "a number")
+    certain, late = _number("certain", certain), _number("late", late)
+    late_from = _number("late_from", late_from)
     if certain_dtype not in _check.FLOATS:
         raise TypeError(f"certain_dtype: expected a floating-point dtype, got {certain_dtype!r}")
     a = _check.tensor("scores", scores, _check.FLOATS)
@@ -119,7 +116,7 @@ def dapd_select(
         is_late = _numbers("progress", progress, batch, c.device) >= late_from
     sure = never
     if variant == "direct":
-        sure = torch.full_like(never, least_that_rounds_up_to(float(certain), certain_dtype))
+        sure = torch.full_like(never, least_that_rounds_up_to(certain, certain_dtype))
     selected: Tensor = _op(
         a, c, valid, tau, sure, never if is_late is None else torch.where(is_late, late, never), symmetric
     )
@@ -130,23 +127,32 @@ def dapd_select(
     return selected.squeeze(0) if single else selected
 
 
+def _number(name: str, value: object) -> float:
+    if not _check.is_number(value):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+    number = _check.as_float(name, value)
+    _check.in_range(name, [number], -math.inf, math.inf, "a number")
+    return number
+
+
 def _numbers(name: str, value: float | Tensor, batch: int, device: torch.device) -> Tensor:
     rows = _check.per_row(name, value, batch, torch.float64, device)
     _check.in_range(name, _check.host_values(value, batch), -math.inf, math.inf, "a number")
     return rows
 
 
-@lru_cache
 def least_that_rounds_up_to(value: float, dtype: torch.dtype) -> float:
-    """The least float64 that becomes `value` or more when it is rounded to `dtype`."""
-    if math.isinf(value):
+    """The least float64 that becomes `value` or more when it is rounded to `dtype`, ties to even."""
+    if dtype == torch.float64 or value == -math.inf:
         return value
-    wide = torch.float64
-    reached = torch.tensor(value, dtype=wide).to(dtype)
-    if reached.to(wide) < value:
-        reached = torch.nextafter(reached, torch.full_like(reached, math.inf))
-    below = torch.nextafter(reached, torch.full_like(reached, -math.inf))
-    middle = below.to(wide) + (reached.to(wide) - below.to(wide)) / 2
-    if dtype == wide or middle.to(dtype) >= reached:
-        return float(reached if dtype == wide else middle)
-    return float(torch.nextafter(middle, torch.full_like(middle, math.inf)))
+    info = torch.finfo(dtype)
+
+    def spacing(x: float) -> float:  # of the numbers of `dtype` about x
+        return max(math.ldexp(info.eps, math.frexp(x)[1] - 1), info.smallest_normal * info.eps)
+
+    value = min(max(value, info.min), info.max + spacing(info.max))  # what rounds to this is infinite
+    step = spacing(value)
+    reached = math.ceil(value / step) * step
+    step = spacing(math.nextafter(reached, -math.inf))  # down to the next lower number
+    middle = reached - step / 2
+    return middle if reached / step % 2 == 0 else math.nextafter(middle, math.inf)

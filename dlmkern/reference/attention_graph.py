@@ -34,7 +34,8 @@ def attention_graph(
             base = lse[:, head].take_along_dim(row[..., 0], dim=1)
         scores = queries @ keys.take_along_dim(place, dim=1).mT  # [B, M, M]
         total += scores.sub_(base[..., None]).exp_()
-    out += torch.where(real[:, :, None] & real[:, None, :], total / max(heads, 1), 0.0)
+    pair = real[:, :, None] & real[:, None, :]
+    out.copy_(torch.where(pair, out + total / max(heads, 1), out))  # adding 0 to padding would lose a -0.0
 
 
 def _logsumexp(queries: Tensor, keys: Tensor, hidden: Tensor | None) -> Tensor:
