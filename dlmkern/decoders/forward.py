@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,21 @@ from dlmkern.decoders.decoder import Decoder
 from dlmkern.decoders.state import State
 
 if TYPE_CHECKING:
+    from dlmkern.models.attention_graph import AttentionGraph
     from dlmkern.models.kv_cache import KVCache
 
 Model = Callable[..., Any]
+
+
+class Nodes(NamedTuple):
+    """The positions between which the attention is wanted."""
+
+    columns: Tensor
+    """int64 `[B, M]`, counted from each row's `block_start` on; -1 is padding."""
+    positions: Tensor
+    """The same, counted from the row's first position on."""
+    layers: float | Collection[int]
+    """See `UnmaskingRule.attention_layers`."""
 
 
 class Forward:
@@ -27,6 +39,10 @@ class Forward:
     V]` (a tensor, or an object with the attribute `logits`) cannot be told about padding: rows of the same
     length share a call. If the model has a true attribute `shifted_logits`, its output at a position predicts
     the token after it.
+
+    How much positions attend to each other comes from the model's attention layers, where it is one of
+    `dlmkern.models` or one of transformers whose attention goes through its attention interface; else from
+    the maps in the attribute `attentions` of what it returns.
 
     Args:
         model: the model.
@@ -51,7 +67,9 @@ class Forward:
                 f"got {type(model).__name__}"
             )
         self.cache: KVCache | None = None
-        self.takes_windows = _takes_windows(model)
+        parameters = _parameters(model)
+        self.takes_windows = {"lengths", "positions"} <= parameters
+        self.takes_graph = "graph" in parameters
         self.shifted = _is_shifted(model)
         # The logits of a block's first position come from the position before it.
         self.left = int(self.shifted and decoder.compat != "official")
@@ -63,7 +81,8 @@ class Forward:
         starts: Sequence[int],
         lengths: Sequence[int],
         rows: Tensor | None,
-    ) -> Tensor:
+        nodes: Nodes | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute whole rows, and fill the cache with them if there is one.
 
         Args:
@@ -71,9 +90,10 @@ class Forward:
             positions: int64 `[B, W]`, in each row `start, start + 1, ...`, then its last position repeated.
             starts, lengths: `positions[:, 0]` and `state.end`, on the host.
             rows: int64 `[B]`, which of the cache's rows they are; None: all, in order.
+            nodes: see `Nodes`, or None.
 
         Returns:
-            Logits `[B, W, V]` that predict the tokens at `positions`.
+            Logits `[B, W, V]` that predict the tokens at `positions`, and the `Graph.scores` of the nodes.
 
         Raises:
             TypeError, ValueError: what the model returned is not logits of the right shape.
@@ -91,7 +111,8 @@ class Forward:
             if self.cache is None:
                 self.cache = self.model.new_cache(*ids.shape)  # type: ignore[attr-defined]
             keywords = {"cache": self.cache, "cache_rows": self._cache_rows(rows)}
-        return self._guided(self._windows(ids, positions, end, starts, lengths, keywords))
+        logits, scores = self._windows(ids, positions, end, starts, lengths, nodes, keywords)
+        return self._guided(logits), scores
 
     def block(
         self,
@@ -100,7 +121,8 @@ class Forward:
         starts: Sequence[int],
         block_lengths: Sequence[int],
         lengths: Sequence[int],
-    ) -> Tensor:
+        nodes: Nodes | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the blocks, or these and all that follows; the rest comes from the cache.
 
         Arguments, results and errors are those of `whole`; these are all the rows of the cache.
@@ -115,6 +137,11 @@ class Forward:
         place = torch.where(place < stop.unsqueeze(1), place, -1)
         # What the window holds beyond a short block is not used.
         columns = (positions - int(self.shifted) - first.unsqueeze(1)).clamp(min=0, max=n - 1)
+        graph = None
+        if nodes is not None:
+            graph = _new_graph(
+                nodes, torch.where(nodes.positions < 0, -1, nodes.positions - first.unsqueeze(1))
+            )
         ids, end = state.ids, state.end
         if self.cfg_scale != 0:
             ids, place, columns, end = (
@@ -122,14 +149,16 @@ class Forward:
             )  # fmt: skip
         ids = ids.gather(1, place.clamp(min=0))
         self.cache = self.cache.narrow(self.cache.rows, max(lengths))
-        output = self.model(
+        logits = self._call(
             ids,
+            columns.shape,
+            graph,
             lengths=end.clone() if min(lengths) < max(lengths) else None,
             positions=columns,
             cache=self.cache,
             position_ids=place,
         )
-        return self._guided(self._check(output, columns.shape, ids.device))
+        return self._guided(logits), None if graph is None else graph.scores()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget the other rows of the cache."""
@@ -160,35 +189,71 @@ class Forward:
         end: Tensor,
         starts: Sequence[int],
         lengths: Sequence[int],
+        nodes: Nodes | None,
         keywords: dict[str, Any],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.takes_windows and min(lengths) < max(lengths):
+            return self._windows_by_length(ids, positions, starts, lengths, nodes)
+        graph = None if nodes is None else _new_graph(nodes)
         if self.takes_windows:
-            padded = min(lengths) < max(lengths)
-            output = self.model(ids, lengths=end.clone() if padded else None, positions=positions, **keywords)
-            return self._check(output, positions.shape, ids.device)
-        if min(lengths) == max(lengths):
-            return self._window_of_equals(ids, positions, starts)
+            keywords["lengths"] = end.clone() if min(lengths) < max(lengths) else None
+            logits = self._call(ids, positions.shape, graph, positions=positions, **keywords)
+        else:
+            logits = self._window_of_equals(ids, positions, starts, graph)
+        return logits, None if graph is None else graph.scores()
+
+    def _windows_by_length(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        nodes: Nodes | None,
+    ) -> tuple[Tensor, Tensor | None]:
         windows: Tensor | None = None
+        scores: Tensor | None = None
         for length in sorted(set(lengths)):
             rows = [row for row, other in enumerate(lengths) if other == length]
             index = torch.tensor(rows, device=ids.device)
+            graph = None
+            if nodes is not None:
+                # With guidance there are twice as many rows as nodes.
+                shown = index[: sum(row < len(nodes.positions) for row in rows)]
+                graph = _new_graph(nodes._replace(positions=nodes.positions[shown]))
             part = self._window_of_equals(
-                ids[index, :length], positions[index], [starts[row] for row in rows]
+                ids[index, :length], positions[index], [starts[row] for row in rows], graph
             )
             if windows is None:
                 windows = part.new_empty((len(lengths), *part.shape[1:]))
             windows[index] = part
+            if nodes is not None and graph is not None:
+                ties = graph.scores()
+                if scores is None:
+                    scores = ties.new_empty((len(nodes.positions), *ties.shape[1:]))
+                scores[shown] = ties
         assert windows is not None
-        return windows
+        return windows, scores
 
-    def _window_of_equals(self, ids: Tensor, positions: Tensor, starts: Sequence[int]) -> Tensor:
+    def _window_of_equals(
+        self, ids: Tensor, positions: Tensor, starts: Sequence[int], graph: AttentionGraph | None
+    ) -> Tensor:
         """Windows of rows of the same length: a view if they are at the same place and end in the row."""
-        logits = self._check(self.model(ids), ids.shape, ids.device)
+        logits = self._call(ids, ids.shape, graph)
         width = positions.shape[1]
         if min(starts) == max(starts) and 0 <= starts[0] <= ids.shape[1] - width:
             return logits[:, starts[0] : starts[0] + width]
         rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         return logits[rows, positions]
+
+    def _call(self, ids: Tensor, shape: torch.Size, graph: AttentionGraph | None, **keywords: Any) -> Tensor:
+        """The model's logits `[*shape, V]`, and, on the way, its attention."""
+        if graph is None:
+            output = self.model(ids, **keywords)
+        elif self.takes_graph:
+            output = self.model(ids, graph=graph, **keywords)
+        else:
+            output = _call_foreign(self.model, ids, graph, keywords)
+        return self._check(output, shape, ids.device)
 
     def _check(self, output: Any, shape: torch.Size, device: torch.device) -> Tensor:
         logits = getattr(output, "logits", output)
@@ -211,12 +276,40 @@ class Forward:
         return logits
 
 
-def _takes_windows(model: Model) -> bool:
+def _new_graph(nodes: Nodes, rows: Tensor | None = None) -> AttentionGraph:
+    from dlmkern.models.attention_graph import AttentionGraph
+
+    return AttentionGraph(nodes.positions, nodes.layers, rows=rows)
+
+
+def _call_foreign(model: Model, ids: Tensor, graph: AttentionGraph, keywords: dict[str, Any]) -> Any:
+    from dlmkern.models.transformers_graph import check_bidirectional, feeding, supports_graph
+
+    if supports_graph(model):
+        with feeding(model, graph):
+            return model(ids, **keywords)
+    output = model(ids, **keywords)
+    maps = getattr(output, "attentions", None)
+    if not maps:
+        raise ValueError(
+            f"the decoder needs the attention of the model, and {type(model).__name__} does not give it: use "
+            "a model of dlmkern.models, one of transformers with its attention interface, or one that returns "
+            "the maps [B, H, L, L] of all layers in the attribute attentions (output_attentions=True)"
+        )
+    check_bidirectional(maps, model)
+    for layer, attention in enumerate(maps):
+        if graph.wants(layer, len(maps)):
+            graph.add_map(attention)
+    return output
+
+
+def _parameters(model: Model) -> frozenset[str]:
+    """The names of what its forward takes."""
     try:
-        parameters = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters
+        signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     except (TypeError, ValueError):  # builtins without a signature
-        return False
-    return {"lengths", "positions"} <= parameters.keys()
+        return frozenset()
+    return frozenset(signature.parameters)
 
 
 def _is_shifted(model: Model) -> bool:

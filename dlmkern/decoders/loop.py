@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dlmkern.decoders.cache import DualCache, PrefixCache
-from dlmkern.decoders.forward import Forward
+from dlmkern.decoders.forward import Forward, Nodes
 from dlmkern.decoders.state import State
-from dlmkern.decoders.step import Plan, step, window_positions
+from dlmkern.decoders.step import Plan, masked_columns, step, window_positions
+from dlmkern.decoders.unmask import Graph
 
 
 @dataclass
@@ -24,6 +25,7 @@ class _Row:
     block_start: int
     block_length: int = 0
     opening: bool = True
+    masks_left: int = 0
     age: int = 0
     """Forward passes since the last whole one, which counts."""
 
@@ -101,12 +103,14 @@ class Loop:
             index = torch.tensor(group, device=self.state.ids.device)
         state = self.state if index is None else self.state.select(index)
         positions = window_positions(state, width)
+        nodes = self._nodes(rows, state, width)
         if whole:
-            logits = self.forward.whole(state, positions, starts, lengths, index)
+            logits, scores = self.forward.whole(state, positions, starts, lengths, index, nodes)
         else:
             sizes = [row.block_length for row in rows]
-            logits = self.forward.block(state, positions, starts, sizes, lengths)
-        state = step(logits, state, plan, opens)
+            logits, scores = self.forward.block(state, positions, starts, sizes, lengths, nodes)
+        graph = None if nodes is None or scores is None else Graph(nodes.columns, scores)
+        state = step(logits, state, plan, opens, graph)
         self._poll(rows, state)
         for row in rows:
             row.age = 1 if whole else row.age + 1
@@ -131,21 +135,44 @@ class Loop:
         due = [i for i, row in enumerate(self.rows) if row.opening or row.age >= refresh]
         return due or everyone, bool(due)
 
+    def _nodes(self, rows: list[_Row], state: State, width: int) -> Nodes | None:
+        """The positions between which the unmasking rule wants to know the attention."""
+        decoder, gen_length = self.plan.decoder, self.plan.gen_length
+        left = [
+            row.end - row.block_start - (0 if row.opening else row.block_length - row.masks_left)
+            for row in rows
+        ]
+        layers = decoder.unmask.attention_layers([1 - masks / gen_length for masks in left])
+        if layers is None:
+            return None
+        width = min(width, decoder.blocks.longest(gen_length))
+        most = max(min(width, row.end - row.block_start) if row.opening else row.masks_left for row in rows)
+        columns = masked_columns(state, width, most, self.plan)
+        positions = torch.where(columns < 0, -1, state.block_start.unsqueeze(1) + columns)
+        return Nodes(columns, positions, layers)
+
     def _poll(self, rows: list[_Row], state: State) -> None:
         """Take note of where each of the rows is after its step."""
-        packed = torch.stack((state.block_start, state.block_length, state.opening, state.bad_position))
-        starts, lengths, openings, bad_positions = packed.tolist()
+        packed = torch.stack(
+            (
+                state.block_start, state.block_length, state.opening, state.masks_left, state.bad_position
+            )
+        )  # fmt: skip
+        starts, lengths, openings, masks_left, bad_positions = packed.tolist()
         for row, bad in zip(rows, bad_positions, strict=True):
             if bad < row.end:
                 raise FloatingPointError(
                     f"row {row.index}: the logits of position {bad} hold no distribution (a NaN, +inf, or no "
                     f"allowed token above -inf) in forward pass {self.nfe[row.index]}"
                 )
-        for row, start, length, opening in zip(rows, starts, lengths, openings, strict=True):
+        for row, start, length, opening, masks in zip(
+            rows, starts, lengths, openings, masks_left, strict=True
+        ):
             self.nfe[row.index] += 1
             if row.opening:
                 self.block_lengths[row.index].append(length)
             row.block_start, row.block_length, row.opening = start, length, bool(opening)
+            row.masks_left = masks
 
     def _drop_finished(self) -> None:
         state = self.state

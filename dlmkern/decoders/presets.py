@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
 from dlmkern.decoders.blocks import BlockSchedule, DepGABlocks, FixedBlocks, WholeSequence
 from dlmkern.decoders.cache import Cache
 from dlmkern.decoders.decoder import Decoder
 from dlmkern.decoders.unmask import CAP, Factor, OnePerStep, Threshold
+from dlmkern.decoders.unmask_dapd import DAPD
 from dlmkern.decoders.unmask_dream import DreamSchedule
 
 
@@ -99,12 +101,68 @@ def depcap(
     )
 
 
+def dapd(
+    variant: str = "staged",
+    tau_min: float = 0.01,
+    tau_max: float = 0.15,
+    block_length: int | None = None,
+    cache: str | Cache | None = None,
+    *,
+    layers: float | Collection[int] = 0.3,
+    certain: float = 1.0,
+    late: float = 0.9,
+    late_from: float = 0.5,
+    late_graph: bool = True,
+    symmetric: bool = False,
+    delayed_token_id: int | None = None,
+    compat: str | None = None,
+) -> Decoder:
+    """DAPD (arXiv:2603.12996); `block_length=None`: one block. See `DAPD`.
+
+    `PRESETS` holds the published settings of some tasks too, such as "dapd-llada-gsm8k".
+    """
+    rule = DAPD(
+        variant,
+        tau_min,
+        tau_max,
+        layers,
+        certain,
+        late,
+        late_from,
+        late_graph,
+        symmetric,
+        delayed_token_id,
+        compat,
+    )
+    return Decoder(_blocks(block_length), rule, cache=cache, compat=compat)
+
+
+# Of DAPD's official scripts, for answers of 256 tokens; named by model and task. Without a suffix they are
+# those of the best accuracy.
+_DAPD_TASKS: dict[str, tuple[str, float, float, int | None]] = {
+    "llada-gsm8k": ("direct", 0.005, 0.05, 64),
+    "llada-gsm8k-staged": ("staged", 0.01, 0.05, None),
+    "llada-humaneval": ("direct", 0.01, 0.05, 64),
+    "llada-humaneval-staged": ("staged", 0.01, 0.15, None),
+    "llada-mbpp": ("staged", 0.01, 0.15, None),
+    "llada-mbpp-direct": ("direct", 0.01, 0.02, None),
+    "llada-math": ("staged", 0.01, 0.05, None),
+    "dream": ("direct", 0.005, 0.01, None),
+}
+
 PRESETS: dict[str, Callable[..., Decoder]] = {
     "vanilla": vanilla,
     "threshold": threshold,
     "factor": factor,
     "dream": dream,
     "depcap": depcap,
+    "dapd": dapd,
+    **{
+        f"dapd-{task}": partial(
+            dapd, variant=variant, tau_min=tau_min, tau_max=tau_max, block_length=block_length
+        )
+        for task, (variant, tau_min, tau_max, block_length) in _DAPD_TASKS.items()
+    },
 }
 
 

@@ -27,6 +27,8 @@ class Reason(IntEnum):
     """Not predicted: the answer had ended before it."""
     FACTOR = 6
     """It and all more confident positions passed the factor rule."""
+    INDEPENDENT = 7
+    """Attention ties it to nothing that was committed before it in the same step."""
 
 
 class State(NamedTuple):
@@ -49,6 +51,8 @@ class State(NamedTuple):
     """int64 `[B]`: positions of the block; while `opening`, those of the block before."""
     opening: Tensor
     """bool `[B]`: the next forward pass opens the block at `block_start`."""
+    masks_left: Tensor
+    """int64 `[B]`: masked positions of the block; while `opening`, 0."""
     blocks_opened: Tensor
     """int64 `[B]`: blocks opened so far."""
     block_step: Tensor
@@ -109,6 +113,7 @@ def initial_state(
         block_start=prompt_length,
         block_length=zeros,
         opening=torch.ones_like(zeros, dtype=torch.bool),
+        masks_left=zeros,
         blocks_opened=zeros,
         block_step=zeros,
         nfe=zeros,

@@ -23,7 +23,7 @@ from dlmkern.decoders.sampling import (
     uniform,
 )
 from dlmkern.decoders.state import Reason, State
-from dlmkern.decoders.unmask import Candidates, Selection
+from dlmkern.decoders.unmask import Candidates, Graph, Selection
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Plan:
         return self.top_p is not None or self.top_k is not None
 
 
-def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
+def step(logits: Tensor, state: State, plan: Plan, opens: bool, graph: Graph | None = None) -> State:
     """Commit tokens.
 
     Args:
@@ -67,6 +67,7 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
         state: the state that the forward pass has seen; unchanged.
         plan: see `Plan`.
         opens: whether any row opens a block.
+        graph: of the positions of `masked_columns`, where the unmasking rule asks for it.
 
     Returns:
         The state to do the next forward pass with.
@@ -85,7 +86,7 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
     scratch = state.ids.shape[1] - 1
     masked = inside & (state.ids.gather(1, position.clamp(max=scratch)) == plan.mask_token_id)
     candidates = Candidates(
-        scored[:, :width], token, stats.confidence, score, stats.logsumexp, masked, position
+        scored[:, :width], token, stats.confidence, score, stats.logsumexp, masked, position, graph
     )
     selection = plan.decoder.unmask.select(candidates, state, blocks.count(plan.gen_length))
     if opens and plan.first_alone:
@@ -95,7 +96,8 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
     forward = state.nfe.unsqueeze(1)
     bad = masked & score.isnan()  # as it is where there is no token
     block_end = state.block_start + state.block_length
-    done = ~(masked & ~selection.selected).any(-1)
+    masks_left = (masked & ~selection.selected).sum(-1)
+    done = masks_left == 0
     state = state._replace(
         ids=state.ids.scatter(1, target, token),
         step_map=state.step_map.scatter(1, target, forward.expand_as(target)),
@@ -104,6 +106,7 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool) -> State:
         bad_position=torch.where(bad, position, scratch).amin(-1),
         block_start=torch.where(done, block_end, state.block_start),
         opening=done,
+        masks_left=masks_left,
         block_step=state.block_step + 1,
         nfe=state.nfe + 1,
     )
@@ -117,6 +120,20 @@ def window_positions(state: State, width: int) -> Tensor:
     """
     offset = torch.arange(width, device=state.ids.device)
     return torch.minimum(state.block_start.unsqueeze(1) + offset, (state.end - 1).unsqueeze(1))
+
+
+def masked_columns(state: State, width: int, most: int, plan: Plan) -> Tensor:
+    """The masked positions of each row's block (of all that follows, in a row that opens one), in order.
+
+    They are counted from `block_start` on and lie below `width`; int64 `[B, most]`, padded with -1.
+    """
+    offset = torch.arange(width, device=state.ids.device)
+    position = state.block_start.unsqueeze(1) + offset
+    stop = torch.where(state.opening, state.end, state.block_start + state.block_length)
+    is_mask = state.ids.gather(1, position.clamp(max=state.ids.shape[1] - 1)) == plan.mask_token_id
+    masked = is_mask & (position < stop.unsqueeze(1))
+    first, columns = masked.to(torch.int8).sort(dim=-1, descending=True, stable=True)
+    return torch.where(first > 0, columns, -1)[:, :most]
 
 
 def _scored(logits: Tensor, plan: Plan) -> Tensor:

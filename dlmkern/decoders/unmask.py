@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,15 @@ from dlmkern import ops
 from dlmkern.decoders import _check
 from dlmkern.decoders.sampling import REMASKING_STREAM, uniform
 from dlmkern.decoders.state import Reason, State
+
+
+class Graph(NamedTuple):
+    """How much masked positions of the block attend to each other in this forward pass."""
+
+    columns: Tensor
+    """int64 `[B, M]`: which of the block's positions each is, in order; -1 is padding."""
+    scores: Tensor
+    """`[B, M, M]`: row by row what `ops.attention_graph` gives, the mean over some layers."""
 
 
 class Candidates(NamedTuple):
@@ -32,6 +42,9 @@ class Candidates(NamedTuple):
     """bool `[B, n]`: positions of the block that are still masked."""
     position: Tensor
     """int64 `[B, n]`."""
+    graph: Graph | None = None
+    """Where `UnmaskingRule.attention_layers` asks for it. Beside the masked positions of the block it may
+    hold some that follow the block."""
 
 
 class Selection(NamedTuple):
@@ -64,6 +77,11 @@ class UnmaskingRule(ABC):
     def score(self) -> Score:
         """What the rule ranks positions by."""
         return Score()
+
+    def attention_layers(self, progress: Sequence[float]) -> float | Collection[int] | None:
+        """The layers whose attention `Candidates.graph` is the mean of: the share of the last ones, or their
+        indices; None: no graph is wanted. `progress` is the committed share of each row's answer."""
+        return None
 
     @abstractmethod
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:

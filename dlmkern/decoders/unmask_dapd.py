@@ -1,0 +1,144 @@
+"""DAPD's unmasking rule (arXiv:2603.12996): commit together what attention does not tie together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmkern import ops
+from dlmkern.decoders import _check
+from dlmkern.decoders.state import Reason, State
+from dlmkern.decoders.unmask import Candidates, Selection, UnmaskingRule
+from dlmkern.ops.dapd_select import least_that_rounds_up_to
+
+
+@dataclass(frozen=True)
+class DAPD(UnmaskingRule):
+    """Dependency-aware parallel decoding: an independent set of the block's masked positions.
+
+    Two positions are tied as far as they attend to each other, in the mean over the heads of the last layers.
+    Each pass goes through the positions by falling `tie strength x confidence` and commits those without an
+    edge to what it has committed; see `ops.dapd_select`. With `m` of the answer's `G` tokens still masked, an
+    edge is a tie of more than `tau_min + (tau_max - tau_min) (1 - m / G)` times the candidate's strongest.
+
+    With a KV cache, the ties are those of the block's fresh queries and keys; outside the block, stale keys
+    take their share of the softmax. With guidance, they are those of the pass that shows the prompt.
+
+    Args:
+        variant: "staged": in the second half of the answer, all of confidence `late` or more are committed
+            too. "direct": all of confidence `certain` or more are committed at any time, and block no other.
+        tau_min, tau_max: see above.
+        layers: whose attention counts: a share of the layers, the last ones, or their indices.
+        certain, late: confidences, of the variants.
+        late_from: where the second half begins, as a share of the answer that is committed.
+        late_graph: False: in the second half, commit what reaches `late`, and the best; look at no attention.
+            So the paper says; its code goes on with the graph.
+        symmetric: an edge from either side counts, not only from the candidate's.
+        delayed_token_id: positions that would commit this token, say the end of sequence, wait until all
+            masked positions of the block would. None: none waits. On a long open answer, confident ends of
+            sequence else fill the tail at once.
+        compat: None: `certain` is compared in float32. "official": in the dtype of the logits, where in
+            bfloat16 a probability of 0.998 is 1.
+    """
+
+    variant: str = "staged"
+    tau_min: float = 0.01
+    tau_max: float = 0.15
+    layers: float | Collection[int] = 0.3
+    certain: float = 1.0
+    late: float = 0.9
+    late_from: float = 0.5
+    late_graph: bool = True
+    symmetric: bool = False
+    delayed_token_id: int | None = None
+    compat: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.variant not in ("staged", "direct"):
+            raise ValueError(f'variant must be "staged" or "direct", got {self.variant!r}')
+        _check.number("tau_min", self.tau_min)
+        _check.number("tau_max", self.tau_max)
+        if self.tau_min > self.tau_max:
+            raise ValueError(
+                f"tau_min must not exceed tau_max, got tau_min = {self.tau_min!r} and "
+                f"tau_max = {self.tau_max!r}"
+            )
+        _check.layers("layers", self.layers)
+        _check.probability("certain", self.certain)
+        _check.probability("late", self.late)
+        _check.probability("late_from", self.late_from)
+        for name in ("late_graph", "symmetric"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.delayed_token_id is not None:
+            _check.token_id("delayed_token_id", self.delayed_token_id)
+        _check.compat(self.compat)
+
+    def attention_layers(self, progress: Sequence[float]) -> float | Collection[int] | None:
+        if self._drops_graph and all(share >= self.late_from for share in progress):
+            return None
+        return self.layers
+
+    def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
+        masked = self._due(candidates)
+        left = state.end - (state.block_start + state.block_length) + candidates.masked.sum(-1)
+        progress = 1 - left.double() / (state.end - state.prompt_length)
+        if candidates.graph is None:
+            selected = ops.confidence_select(
+                confidence=candidates.confidence, mask=masked, tau=self.late
+            ).selected
+        else:
+            selected = self._independent(candidates, masked, progress)
+        is_late = (progress >= self.late_from).unsqueeze(1)
+        sure = candidates.confidence >= self._sure_from(candidates, is_late)
+        alone = is_late & self._drops_graph
+        reason = torch.where(sure, Reason.THRESHOLD, torch.where(alone, Reason.FORCED, Reason.INDEPENDENT))
+        return Selection(selected, reason.to(torch.int8))
+
+    @property
+    def _drops_graph(self) -> bool:
+        return self.variant == "staged" and not self.late_graph
+
+    def _due(self, candidates: Candidates) -> Tensor:
+        """The masked positions that need not wait."""
+        if self.delayed_token_id is None:
+            return candidates.masked
+        first = candidates.masked & (candidates.token != self.delayed_token_id)
+        return torch.where(first.any(-1, keepdim=True), first, candidates.masked)
+
+    def _independent(self, candidates: Candidates, masked: Tensor, progress: Tensor) -> Tensor:
+        assert candidates.graph is not None
+        columns, scores = candidates.graph
+        node = columns.clamp(min=0)
+        chosen = ops.dapd_select(
+            scores,
+            candidates.confidence.gather(1, node),
+            (columns >= 0) & masked.gather(1, node),
+            self.tau_min + (self.tau_max - self.tau_min) * progress,
+            variant=self.variant,
+            progress=progress,
+            certain=self.certain,
+            late=self.late,
+            symmetric=self.symmetric,
+            certain_dtype=self._certain_dtype(candidates),
+            late_from=self.late_from,
+            late_graph=self.late_graph,
+        )
+        # One column more, for what is not chosen.
+        n = masked.shape[1]
+        selected = masked.new_zeros((masked.shape[0], n + 1))
+        return selected.scatter(1, torch.where(chosen, node, n), True)[:, :n]
+
+    def _sure_from(self, candidates: Candidates, is_late: Tensor) -> Tensor:
+        """The confidence from which on a position is committed whatever it is tied to, `[B, 1]`."""
+        if self.variant == "staged":
+            return torch.where(is_late, self.late, math.inf)
+        level = least_that_rounds_up_to(float(self.certain), self._certain_dtype(candidates))
+        return torch.full_like(is_late, level, dtype=torch.float64)
+
+    def _certain_dtype(self, candidates: Candidates) -> torch.dtype:
+        return candidates.logits.dtype if self.compat == "official" else torch.float32
