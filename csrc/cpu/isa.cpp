@@ -17,7 +17,8 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 struct Isa {
   const char* name;
   bool (*supported)();
-  const RowKernelTable* kernels;
+  const RowKernelTable* rows;
+  const ScoreKernelTable* scores;
 };
 
 // The best first.
@@ -28,15 +29,15 @@ const Isa kIsas[] = {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      },
-     &avx512::kTable},
+     &avx512::kTable, &avx512::kScoreTable},
 #endif
 #if defined(DLMKERN_HAS_AVX2)
-    {"avx2", has_avx2, &avx2::kTable},
+    {"avx2", has_avx2, &avx2::kTable, &avx2::kScoreTable},
 #endif
 #if defined(DLMKERN_HAS_AVX512_ON_AVX2)
-    {"avx512-on-avx2", has_avx2, &avx512_on_avx2::kTable},
+    {"avx512-on-avx2", has_avx2, &avx512_on_avx2::kTable, &avx512_on_avx2::kScoreTable},
 #endif
-    {"portable", [] { return true; }, &portable::kTable},
+    {"portable", [] { return true; }, &portable::kTable, &portable::kScoreTable},
 };
 
 const char* const kKnownNames[] = {"avx512", "avx2", "portable"};
@@ -80,10 +81,12 @@ std::atomic<const Isa*>& current() {
 int check_isa() { return current().load() == nullptr ? DLMKERN_ERROR_UNAVAILABLE : DLMKERN_OK; }
 
 const RowKernels& row_kernels(int32_t dtype) {
-  const RowKernelTable& table = *current().load()->kernels;
+  const RowKernelTable& table = *current().load()->rows;
   if (dtype == DLMKERN_BFLOAT16) return table.bfloat16;
   return dtype == DLMKERN_FLOAT16 ? table.float16 : table.float32;
 }
+
+const ScoreKernelTable& score_kernels() { return *current().load()->scores; }
 
 }  // namespace dlmkern
 

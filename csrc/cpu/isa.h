@@ -2,6 +2,7 @@
 #pragma once
 
 #include "simd/row_kernels.h"
+#include "simd/score_kernels.h"
 
 namespace dlmkern {
 
@@ -10,5 +11,8 @@ int check_isa();
 
 // The loops for float32, bfloat16 or float16 rows; after check_isa().
 const RowKernels& row_kernels(int32_t dtype);
+
+// The loops over scores; after check_isa().
+const ScoreKernelTable& score_kernels();
 
 }  // namespace dlmkern

@@ -150,6 +150,7 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   bind<V, V, V, V, V, V, int, V>(m, "cpu_depga_block", dlmkern_cpu_depga_block);
   bind<V, V, V, int, V>(m, "cpu_confidence_select", dlmkern_cpu_confidence_select);
   bind<V, V, V, V, V, V, V, V>(m, "cpu_kv_block_write", dlmkern_cpu_kv_block_write);
+  bind<V, V, V, V, V, V, double, V>(m, "cpu_attention_graph", dlmkern_cpu_attention_graph);
 
   m.def("cuda_token_stats_workspace", &dlmkern_cuda_token_stats_workspace);
   m.def("cuda_conflict_matrix_workspace", &dlmkern_cuda_conflict_matrix_workspace);

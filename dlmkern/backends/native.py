@@ -244,6 +244,31 @@ class Kernels:
         )
         return moved
 
+    def attention_graph(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        rows: Tensor | None,
+        lengths: Tensor | None,
+        lse: Tensor | None,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        self.call(
+            "attention_graph",
+            q,
+            None,
+            view(q),
+            view(k),
+            view(positions),
+            optional_view(rows),
+            optional_view(lengths),
+            optional_view(lse),
+            scale,
+            view(out),
+        )
+
 
 class CudaKernels(Kernels):
     def call(self, op: str, tensor: Tensor, sizes: tuple[int, ...] | None, *args: Any) -> None:

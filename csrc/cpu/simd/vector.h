@@ -16,6 +16,7 @@ namespace dlmkern {
 namespace DLMKERN_ISA {
 
 typedef float Floats __attribute__((vector_size(DLMKERN_VECTOR_BYTES)));
+typedef double Doubles __attribute__((vector_size(DLMKERN_VECTOR_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(DLMKERN_VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(DLMKERN_VECTOR_BYTES)));
 
@@ -49,6 +50,7 @@ static inline Floats smaller(Floats a, Floats b) { return (Floats)_mm_min_ps((__
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 static inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 #endif
+static inline Doubles larger(Doubles a, Doubles b) { return a > b ? a : b; }
 
 template <class Vector>
 static inline Vector load_vector(const void* address) {

@@ -1,0 +1,302 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "check.h"
+#include "isa.h"
+#include "parallel.h"
+#include "tensor.h"
+
+// A matrix product whose scores never reach main memory. The keys of some heads are packed into panels; then
+// every thread takes a tile of rows through all those heads: block by block of keys, it computes the scores,
+// joins them to the rows' maxima and sums, and keeps those of the wanted keys, which come first. What is
+// computed for a row does not depend on its tile, and each row belongs to one thread: the result is the same
+// for any number of threads.
+
+namespace dlmkern {
+namespace {
+
+constexpr int64_t kTileRows = 48;          // a multiple of every instruction set's rows
+constexpr int64_t kBlockPanels = 16;       // of keys, whose scores are joined to the sums at once
+constexpr int64_t kPackedBytes = 4 << 20;  // about so many of keys are packed at once
+constexpr double kParallelProducts = 64 * kParallelWork;  // fewer are left to one thread
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Arguments {
+  const dlmkern_view &q, &k, &positions;
+  const dlmkern_view *rows, *lengths, *lse;
+  double scale;
+  const dlmkern_view& out;
+};
+
+// What keys of type T are computed in: double for double, float for the others.
+template <class T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// Uninitialised numbers that begin a cache line.
+template <class Scalar>
+class Scratch {
+ public:
+  explicit Scratch(std::initializer_list<int64_t> shape) {
+    int64_t bytes = sizeof(Scalar);
+    for (const int64_t size : shape) {
+      if (__builtin_mul_overflow(bytes, size, &bytes)) throw std::bad_alloc();
+    }
+    data_.reset(static_cast<Scalar*>(operator new(static_cast<size_t>(bytes), kLine)));
+  }
+  Scalar* operator+(int64_t offset) const { return data_.get() + offset; }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(Scalar* data) const { operator delete(data, kLine); }
+  };
+  std::unique_ptr<Scalar, Free> data_;
+};
+
+// What of a sequence is not padding.
+struct Selection {
+  std::vector<int64_t> entries;  // those of `positions`
+  std::vector<int64_t> rows;     // of q, one an entry
+  std::vector<int64_t> columns;  // of the scores, one an entry
+  std::vector<int64_t> keys;     // the place of every column's key: the entries' come first, each once
+  int64_t wanted = 0;            // how many these are
+};
+
+Selection select(const Arguments& a, int64_t b) {
+  const int64_t n = a.q.shape[2], L = a.k.shape[2], M = a.positions.shape[1];
+  const int64_t end = a.lengths == nullptr ? L : std::clamp<int64_t>(read_int64(*a.lengths, b), 0, L);
+  Selection selection;
+  std::vector<int64_t> column(static_cast<size_t>(end), -1);
+  const auto add_key = [&](int64_t place) {
+    if (column[place] >= 0) return;
+    column[place] = static_cast<int64_t>(selection.keys.size());
+    selection.keys.push_back(place);
+  };
+  for (int64_t i = 0; i < M; ++i) {
+    const int64_t place = read_int64(a.positions, b, i);
+    const int64_t row = a.rows == nullptr ? place : read_int64(*a.rows, b, i);
+    if (place < 0 || place >= end || row < 0 || row >= n) continue;
+    add_key(place);
+    selection.entries.push_back(i);
+    selection.rows.push_back(row);
+    selection.columns.push_back(column[place]);
+  }
+  selection.wanted = static_cast<int64_t>(selection.keys.size());
+  if (a.lse == nullptr) {
+    for (int64_t place = 0; place < end; ++place) add_key(place);
+  }
+  return selection;
+}
+
+// Fills a panel with the rows of a matrix that `rows` names, times `scale`, and with zeros.
+template <class T>
+void pack(const T* matrix, const int64_t* stride, const int64_t* rows, int64_t count, int64_t width,
+          int64_t size, Wide<T> scale, Wide<T>* panel) {
+  for (int64_t i = 0; i < width; ++i) {
+    if (i >= count) {
+      for (int64_t j = 0; j < size; ++j) panel[j * width + i] = 0;
+      continue;
+    }
+    const T* const row = matrix + rows[i] * stride[0];
+    for (int64_t j = 0; j < size; ++j) {
+      const T value = load(row + j * stride[1]);
+      if constexpr (std::is_same_v<T, double>) {
+        panel[j * width + i] = value * scale;
+      } else {
+        panel[j * width + i] = to_float(value) * scale;
+      }
+    }
+  }
+}
+
+// The largest score of a row and the sum of exp(score - max). One infinite score makes the sum infinite.
+template <class Scalar>
+struct RowSum {
+  static constexpr Scalar kInfinity = std::numeric_limits<Scalar>::infinity();
+  static constexpr Scalar kLargest = std::numeric_limits<Scalar>::max();
+
+  Scalar max = -kInfinity;
+  double sum = 0;
+
+  void add(const ScoreKernels<Scalar>& kernels, const Scalar* scores, int64_t n) {
+    const Scalar block_max = kernels.max(scores, n);
+    if (block_max > max) {
+      sum *= std::exp(static_cast<double>(max) - static_cast<double>(block_max));
+      max = block_max;
+    }
+    sum += kernels.mass(scores, n, std::clamp(max, -kLargest, kLargest));
+  }
+
+  Scalar shift() const { return std::min(max, kLargest); }  // -inf stays: there is no distribution then
+};
+
+// One sequence. Rows are its entries, in order; a head's packed keys lie panel after panel.
+template <class T>
+class SequenceGraph {
+  using Scalar = Wide<T>;
+
+ public:
+  SequenceGraph(const Arguments& a, int64_t b, const ScoreKernels<Scalar>& kernels)
+      : a_(a), b_(b), size_(a.q.shape[3]), kernels_(kernels), selection_(select(a, b)) {
+    const int64_t columns = kernels.columns, block = kBlockPanels * columns;
+    rows_ = static_cast<int64_t>(selection_.entries.size());
+    keys_ = static_cast<int64_t>(selection_.keys.size());
+    panels_ = ceil_div(keys_, columns);
+    width_ = ceil_div(selection_.wanted, columns) * columns;
+    kept_ = ceil_div(selection_.wanted, block) * block;
+    stride_ = kept_ + block;
+  }
+
+  void run() const {
+    if (rows_ == 0) return;
+    const int64_t key_heads = a_.k.shape[1], columns = kernels_.columns;
+    const double head_bytes = static_cast<double>(panels_ * columns) * size_ * sizeof(Scalar);
+    const int64_t together = std::clamp<int64_t>(kPackedBytes / head_bytes, 1, key_heads);
+    const double products = static_cast<double>(a_.q.shape[1]) * rows_ * keys_ * size_;
+    const int64_t threads = products > kParallelProducts ? thread_count() : 1;
+    const int64_t tiles = ceil_div(rows_, kTileRows);
+
+    const Scratch<Scalar> keys({together, panels_, columns, size_});
+    const Scratch<Scalar> queries({threads, kTileRows, size_});
+    const Scratch<Scalar> scores({threads, kTileRows, stride_}), weights({threads, kTileRows, width_});
+    for (int64_t first = 0; first < key_heads; first += together) {
+      const int64_t heads = std::min(together, key_heads - first);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+      for (int64_t p = 0; p < heads * panels_; ++p) {
+        pack_keys(first + p / panels_, p % panels_, keys + p * columns * size_);
+      }
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t thread = thread_index();
+        add_tile(tile * kTileRows, first, heads, keys + 0, queries + thread * kTileRows * size_,
+                 scores + thread * kTileRows * stride_, weights + thread * kTileRows * width_);
+      }
+    }
+  }
+
+ private:
+  void pack_keys(int64_t head, int64_t p, Scalar* panel) const {
+    const int64_t first = p * kernels_.columns;
+    pack(address_of<T>(a_.k, b_, head), a_.k.stride + 2, selection_.keys.data() + first, keys_ - first,
+         kernels_.columns, size_, Scalar{1}, panel);
+  }
+
+  // Adds some key heads' share to the rows of `out` from `first_row` on.
+  void add_tile(int64_t first_row, int64_t first_head, int64_t heads, const Scalar* keys, Scalar* queries,
+                Scalar* scores, Scalar* weights) const {
+    const int64_t count = std::min(kTileRows, rows_ - first_row);
+    const int64_t query_heads = a_.q.shape[1], group = query_heads / a_.k.shape[1];
+    std::fill(weights, weights + count * width_, Scalar{0});
+    for (int64_t h = 0; h < heads * group; ++h) {
+      const int64_t head = first_head * group + h;
+      for (int64_t i = 0; i < count; i += kernels_.rows) {
+        pack(address_of<T>(a_.q, b_, head), a_.q.stride + 2, selection_.rows.data() + first_row + i,
+             count - i, kernels_.rows, size_, static_cast<Scalar>(a_.scale), queries + i * size_);
+      }
+      RowSum<Scalar> sums[kTileRows];
+      score_tile(queries, keys + h / group * panels_ * kernels_.columns * size_, count, scores, sums);
+      for (int64_t i = 0; i < count; ++i) {
+        Scalar shift = sums[i].shift(), factor = static_cast<Scalar>(1 / sums[i].sum);
+        if (a_.lse != nullptr) {
+          shift = load(address_of<Scalar>(*a_.lse, b_, head, selection_.rows[first_row + i]));
+          factor = 1;
+        }
+        kernels_.add_weights(scores + i * stride_, width_, shift, factor, weights + i * width_);
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t j = 0; j < rows_; ++j) {
+        Scalar* const out =
+            address_of<Scalar>(a_.out, b_, selection_.entries[first_row + i], selection_.entries[j]);
+        store(out, load(out) + weights[i * width_ + selection_.columns[j]] / query_heads);
+      }
+    }
+  }
+
+  // Computes a head's scores, keeps those of the wanted keys, and sums up all of them unless `lse` is given.
+  void score_tile(const Scalar* queries, const Scalar* keys, int64_t count, Scalar* scores,
+                  RowSum<Scalar>* sums) const {
+    const int64_t rows = kernels_.rows, columns = kernels_.columns;
+    for (int64_t first = 0; first < panels_; first += kBlockPanels) {
+      const int64_t last = std::min(first + kBlockPanels, panels_);
+      Scalar* const block = scores + std::min(first * columns, kept_);
+      for (int64_t p = first; p < last; ++p) {
+        for (int64_t i = 0; i < count; i += rows) {
+          kernels_.tile(queries + i * size_, keys + p * columns * size_, size_,
+                        block + i * stride_ + (p - first) * columns, stride_);
+        }
+      }
+      if (a_.lse != nullptr) continue;
+      const int64_t width = (last - first) * columns, filled = std::min(width, keys_ - first * columns);
+      for (int64_t i = 0; i < count; ++i) {
+        Scalar* const row = block + i * stride_;
+        std::fill(row + filled, row + width, -RowSum<Scalar>::kInfinity);
+        sums[i].add(kernels_, row, width);
+      }
+    }
+  }
+
+  const Arguments& a_;
+  const int64_t b_, size_;
+  const ScoreKernels<Scalar>& kernels_;
+  const Selection selection_;
+  int64_t rows_, keys_, panels_;
+  int64_t width_;   // of the wanted scores, in whole panels
+  int64_t kept_;    // the same in whole blocks: where the blocks that are not kept take turns
+  int64_t stride_;  // between rows of scores
+};
+
+int check(const dlmkern_view* q, const dlmkern_view* k, const dlmkern_view* positions,
+          const dlmkern_view* rows, const dlmkern_view* lengths, const dlmkern_view* lse, double scale,
+          const dlmkern_view* out) {
+  DLMKERN_TRY(check_input(q, kFloat, {kAnySize, kAnySize, kAnySize, kAnySize}));
+  const int64_t B = q->shape[0], Hq = q->shape[1], n = q->shape[2], d = q->shape[3];
+  DLMKERN_TRY(check_input(k, dtype_bit(q->dtype), {B, kAnySize, kAnySize, d}));
+  const int64_t Hkv = k->shape[1], L = k->shape[2];
+  if (d < 1 || (Hkv == 0 ? Hq != 0 : Hq % Hkv != 0)) return DLMKERN_ERROR_SHAPE;
+  DLMKERN_TRY(check_input(positions, kInt64, {B, kAnySize}));
+  const int64_t M = positions->shape[1];
+  DLMKERN_TRY(check_optional_input(rows, kInt64, {B, M}));
+  if (rows == nullptr && n != L) return DLMKERN_ERROR_SHAPE;
+  DLMKERN_TRY(check_optional_input(lengths, kInt64, {B}));
+  const unsigned arithmetic = q->dtype == DLMKERN_FLOAT64 ? kFloat64 : kFloat32;
+  DLMKERN_TRY(check_optional_input(lse, arithmetic, {B, Hq, n}));
+  if (!std::isfinite(scale)) return DLMKERN_ERROR_VALUE;
+  return check_output(out, arithmetic, {B, M, M});
+}
+
+template <class Scalar>
+const ScoreKernels<Scalar>& kernels() {
+  if constexpr (std::is_same_v<Scalar, double>) {
+    return score_kernels().float64;
+  } else {
+    return score_kernels().float32;
+  }
+}
+
+}  // namespace
+}  // namespace dlmkern
+
+using namespace dlmkern;
+
+extern "C" int dlmkern_cpu_attention_graph(const dlmkern_view* q, const dlmkern_view* k,
+                                           const dlmkern_view* positions, const dlmkern_view* rows,
+                                           const dlmkern_view* lengths, const dlmkern_view* lse, double scale,
+                                           const dlmkern_view* out) {
+  DLMKERN_TRY(check(q, k, positions, rows, lengths, lse, scale, out));
+  DLMKERN_TRY(check_isa());
+  const int64_t B = q->shape[0];
+  if (q->shape[1] == 0 || q->shape[2] == 0 || k->shape[2] == 0) return DLMKERN_OK;
+  return guarded([&] {
+    const Arguments arguments{*q, *k, *positions, rows, lengths, lse, scale, *out};
+    with_float_type(q->dtype, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      for (int64_t b = 0; b < B; ++b) SequenceGraph<T>(arguments, b, kernels<Wide<T>>()).run();
+    });
+    return DLMKERN_OK;
+  });
+}
