@@ -293,8 +293,8 @@ def _call_foreign(model: Model, ids: Tensor, graph: AttentionGraph, keywords: di
     if not maps:
         raise ValueError(
             f"the decoder needs the attention of the model, and {type(model).__name__} does not give it: use "
-            "a model of dlmkern.models, one of transformers with its attention interface, or one that returns "
-            "the maps [B, H, L, L] of all layers in the attribute attentions (output_attentions=True)"
+            "a model of dlmkern.models, one of transformers with its attention interface, or one that "
+            "returns the maps [B, H, L, L] of all layers in the attribute attentions (output_attentions=True)"
         )
     check_bidirectional(maps, model)
     for layer, attention in enumerate(maps):

@@ -63,8 +63,10 @@ RECORDED = {
     "dream_traces": "dream_seed0",
     "depcap_llada_traces": "llada_seed0",
     "depcap_dream_traces": "dream_seed0",
+    "dapd_traces": "llada_seed0",
 }
-"""Files of decodings by the official code of LLaDA, Dream, Fast-dLLM and DepCap, and their models."""
+"""Files of decodings by the official code of LLaDA, Dream, Fast-dLLM and DepCap, and by a transcription of
+DAPD's, and their models."""
 
 
 def recorded(name: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
@@ -76,6 +78,8 @@ def recorded(name: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
 
 def kind(trace: dict[str, Any]) -> str:
     """What the decoding is an example of."""
+    if "tau_min" in trace:
+        return f"{trace['fn']}, {trace['alg']}"
     if "impl" not in trace:
         return f"{trace['fn']}, {trace.get('mode') or trace['block']}"
     cache = "" if "dual_cache" not in trace else ", dual" if trace["dual_cache"] else ", prefix"
@@ -84,6 +88,9 @@ def kind(trace: dict[str, Any]) -> str:
 
 def decoder_of(trace: dict[str, Any], compat: str | None) -> d.Decoder:
     cache = {"prefix": "prefix", "dual": "dual"}.get(trace.get("fn", ""))
+    if "tau_min" in trace:
+        variant = trace["alg"].removeprefix("dapd_")
+        return d.dapd(variant, trace["tau_min"], trace["tau_max"], trace["block_length"], compat=compat)
     if "L_min" in trace:
         return d.depcap(
             lam=trace["lambda_u"],

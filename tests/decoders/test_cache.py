@@ -37,6 +37,9 @@ RULES: dict[str, tuple[Any, Any]] = {
     "factor": (d.WholeSequence(), d.Factor(1.5)),
     "dream": (d.FixedBlocks(5), d.DreamSchedule("topk_margin", alg_temp=0.3)),
     "dream, sure": (d.DepGABlocks(l_min=3, l_max=8), d.DreamSchedule("confidence_threshold", tau=0.5)),
+    "ties": (d.FixedBlocks(8), d.DAPD("direct", 0.2, 0.6, certain=0.9)),
+    "ties, late without": (d.WholeSequence(), d.DAPD("staged", 0.3, 0.7, late=0.4, late_graph=False)),
+    "ties, adaptive": (d.DepGABlocks(l_min=3, l_max=9), d.DAPD("staged", 0.2, 0.6, symmetric=True)),
     "conflicts": (d.DepGABlocks(l_min=3, l_max=9), d.CAP(0.3, 0.6)),
     "conflicts, topk": (d.DepGABlocks(l_min=2, l_max=9, kl="topk", topk=8), d.CAP(0.3, 0.6)),
 }

@@ -1,4 +1,4 @@
-"""Decodings by the official code of LLaDA, Dream, Fast-dLLM and DepCap come out the same, token by token.
+"""Decodings by the official code of LLaDA, Dream, Fast-dLLM, DepCap and DAPD come out the same.
 
 A few of each kind, or all with ``--all-recorded``; ``-s`` shows the counts.
 """
@@ -58,7 +58,7 @@ def test_recorded_decodings(name: str, kind_of: str, dtype: str, pytestconfig: p
         assert same == len(traces)
 
 
-@pytest.mark.parametrize("name", ["llada_traces", "chains4_traces", "depcap_llada_traces"])
+@pytest.mark.parametrize("name", ["llada_traces", "chains4_traces", "depcap_llada_traces", "dapd_traces"])
 def test_normalisation_seldom_matters(name: str, pytestconfig: pytest.Config) -> None:
     """Without compat="official" the mask and the padded vocabulary take no share of the probabilities.
 
@@ -91,6 +91,7 @@ def test_each_kind_is_there() -> None:
         "dream_traces": 132,
         "depcap_llada_traces": 672,
         "depcap_dream_traces": 224,
+        "dapd_traces": 32,
     }
     robust = {name: sum(trace["robust"] for trace in recorded(name)[1]) for name in RECORDED}
     assert robust == {
@@ -99,6 +100,7 @@ def test_each_kind_is_there() -> None:
         "dream_traces": 107,
         "depcap_llada_traces": 184 + 356,
         "depcap_dream_traces": 192,
+        "dapd_traces": 12,
     }
     assert Counter(name for name, _ in KINDS) == {
         "llada_traces": 9,
@@ -106,10 +108,11 @@ def test_each_kind_is_there() -> None:
         "dream_traces": 8,
         "depcap_llada_traces": 6,
         "depcap_dream_traces": 2,
+        "dapd_traces": 2,
     }
 
 
-@pytest.mark.parametrize("name", list(dlmkern.decoders.PRESETS))
+@pytest.mark.parametrize("name", [name for name in dlmkern.decoders.PRESETS if "-" not in name])
 @pytest.mark.parametrize("checkpoint", ["llada_seed0", "dream_seed0"])
 def test_batch_of_recorded_prompts(checkpoint: str, name: str) -> None:
     """Prompts of different lengths decode in a batch as they do alone: the model does not see the padding."""
@@ -120,6 +123,7 @@ def test_batch_of_recorded_prompts(checkpoint: str, name: str) -> None:
         "depcap": {"l_min": 4, "l_max": 16, "tau_low": 0.3, "tau_high": 0.6},
         "dream": {"block_length": 9},
         "threshold": {"tau": 0.5, "block_length": 11},
+        "dapd": {"tau_min": 0.2, "tau_max": 0.6, "block_length": 16},
     }
     decoder = dlmkern.decoders.PRESETS[name](**settings.get(name, {}))
     batch = dlmkern.generate(model, prompts, decoder, 40)

@@ -18,7 +18,8 @@ from dlmkern import decoders as d
 from dlmkern import reference
 from dlmkern.backends import registry
 from dlmkern.decoders.state import State, initial_state
-from dlmkern.decoders.step import Plan, step
+from dlmkern.decoders.step import Plan, masked_columns, step
+from dlmkern.decoders.unmask import Graph
 from tests.decoders.support import MASK, VOCAB
 
 G = 24
@@ -36,6 +37,10 @@ DECODERS = {
     "dream, origin": d.dream("origin"),
     "dream, margin": d.dream("topk_margin"),
     "dream, sure": d.dream("confidence_threshold", 4, compat="official"),
+    "dapd": d.dapd(block_length=8),
+    "dapd, direct": d.dapd("direct", delayed_token_id=2, compat="official"),
+    "dapd, late without graph": d.dapd(block_length=8, late_graph=False, symmetric=True),
+    "dapd, adaptive": d.Decoder(d.DepGABlocks(l_min=2, l_max=6), d.DAPD()),
     "depcap": d.depcap(l_min=2, l_max=6),
     "depcap, official": d.depcap(l_min=2, l_max=6, kl="topk", topk=4, compat="official"),
     "depcap, exact, official": d.depcap(l_min=2, l_max=6, padding="reflect", compat="official"),
@@ -100,8 +105,13 @@ def run_steps(plan: Plan, state: State, logits: Callable[[int], Tensor], between
     for opens in (True, False, True):
         width = blocks.window(plan.gen_length) if opens else blocks.longest(plan.gen_length)
         x = logits(width)
+        most = blocks.longest(plan.gen_length)
+        scores = x.new_ones((len(x), most, most))
         with between():
-            state = step(x, state, plan, opens)
+            graph = None
+            if plan.decoder.unmask.attention_layers([0.0]) is not None:
+                graph = Graph(masked_columns(state, min(width, most), most, plan), scores)
+            state = step(x, state, plan, opens, graph)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -21,6 +21,8 @@ DECODERS = {
     "factor": decoders.factor(0.75),
     "dream": decoders.dream(block_length=20, cache="dual"),
     "depcap, dual cache": decoders.depcap(cache="dual"),
+    "dapd": decoders.dapd(tau_min=0.01, tau_max=0.2),
+    "dapd, dual cache": decoders.dapd("direct", block_length=20, cache="dual"),
     "depcap": decoders.depcap(),
     "depcap, top-k": decoders.depcap(kl="topk"),
 }

@@ -9,7 +9,8 @@ from torch import Tensor
 import dlmkern
 from dlmkern import decoders
 from dlmkern.decoders.state import State, initial_state
-from dlmkern.decoders.step import Plan, step
+from dlmkern.decoders.step import Plan, masked_columns, step
+from dlmkern.decoders.unmask import Graph
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +25,8 @@ DECODERS = {
     "dream": decoders.dream(block_length=16, alg_temp=0.5),
     "dream with steps": decoders.dream("topk_margin", 6, 16),
     "CAP": decoders.Decoder(decoders.FixedBlocks(16), decoders.CAP()),
+    "dapd": decoders.dapd(block_length=16),
+    "dapd, direct": decoders.dapd("direct", symmetric=True),
     "depcap": decoders.depcap(l_max=16),
     "depcap, top-k": decoders.depcap(l_max=16, kl="topk", topk=8),
     "depcap, official": decoders.depcap(l_max=16, kl="topk", compat="official"),
@@ -53,10 +56,20 @@ def first_state() -> State:
     return initial_state(prompts, GENERATED, MASK, [1, 2, 3], torch.device("cuda"))
 
 
+def commit(x: Tensor, state: State, plan: Plan, opens: bool) -> State:
+    """A step, with a graph for the rules that want one."""
+    graph = None
+    if plan.decoder.unmask.attention_layers([0.0]) is not None:
+        most = plan.decoder.blocks.longest(GENERATED)
+        columns = masked_columns(state, most, most, plan)
+        graph = Graph(columns, x[:, :most, :most].softmax(-1))
+    return step(x, state, plan, opens, graph)
+
+
 def opened(plan: Plan) -> State:
     """The state after the step that opens the first block."""
     try:
-        return step(logits(0), first_state(), plan, True)
+        return commit(logits(0), first_state(), plan, True)
     except dlmkern.BackendUnavailableError as error:
         pytest.skip(str(error))
 
@@ -76,28 +89,28 @@ def test_a_captured_step_replays_with_new_logits(gpu_backend: None, plan: Plan, 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles and loads whatever the first call does
-        step(static, state, plan, opens)
+        commit(static, state, plan, opens)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(static, state, plan, opens)
+        captured = commit(static, state, plan, opens)
     for seed in (2, 3):
         static.copy_(logits(seed))
         graph.replay()
         with dlmkern.use_backend("reference"):
-            expected = step(logits(seed), state, plan, opens)
+            expected = commit(logits(seed), state, plan, opens)
         assert_same(captured, expected)
 
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_step_does_not_wait_for_the_device(gpu_backend: None, plan: Plan, opens: bool) -> None:
     state, current = opened(plan), logits(1)
-    step(current, state, plan, opens)
+    commit(current, state, plan, opens)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        result = step(current, state, plan, opens)
+        result = commit(current, state, plan, opens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     with dlmkern.use_backend("reference"):
-        assert_same(result, step(current, state, plan, opens))
+        assert_same(result, commit(current, state, plan, opens))
