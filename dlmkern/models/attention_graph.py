@@ -77,6 +77,7 @@ class AttentionGraph:
         k: Tensor,
         *,
         lengths: Tensor | None = None,
+        key_mask: Tensor | None = None,
         lse: Tensor | None = None,
         scale: float | None = None,
     ) -> None:
@@ -86,6 +87,8 @@ class AttentionGraph:
             q: queries `[R, Hq, n, d]`, rotated, R >= B.
             k: keys `[R, Hkv, L, d]`, rotated; `Hkv` divides `Hq`. n = L without `rows`.
             lengths: int64 `[R]`, where the keys of each row end. None: all L.
+            key_mask: bool `[R, L]`, True where a key is real, for rows that are not left-aligned; a position
+                that it hides is padding. Not together with `lengths`. It costs a copy of the keys.
             lse: `[R, Hq, n]` float32, or float64 for float64 `q`: the log-sum-exp of each query's scores over
                 the keys, in nats. None: to be computed.
             scale: of q k before the softmax. None: `1 / sqrt(d)`.
@@ -96,13 +99,19 @@ class AttentionGraph:
         batch = len(self.positions)
         self._check_pass(len(q), q.shape[2], k.shape[2])
         q, k = q.detach()[:batch], k.detach()[:batch]
+        positions, rows = self.positions, self.rows
+        if key_mask is not None:
+            if lengths is not None:
+                raise ValueError("give either lengths or key_mask, not both")
+            rows = positions if rows is None else rows
+            k, positions, lengths = _left_aligned(k, positions, key_mask[:batch])
         if self._sum is None:
             self._sum = self._zeros(q)
         _attention_graph(
             q,
             k,
-            self.positions,
-            self.rows,
+            positions,
+            rows,
             None if lengths is None else lengths[:batch],
             None if lse is None else lse.detach()[:batch],
             1 / math.sqrt(q.shape[-1]) if scale is None else scale,
@@ -154,10 +163,20 @@ class AttentionGraph:
     def _check_pass(self, rows: int, n: int, length: int) -> None:
         if rows < len(self.positions):
             raise ValueError(
-                f"the graph has positions of {len(self.positions)} rows, the pass has {rows} rows"
+                f"the graph has {len(self.positions)} rows of positions, the pass has {rows} rows"
             )
         if self.rows is None and n != length:
             raise ValueError(f"the graph needs rows, as the pass computes {n} of {length} positions")
+
+
+def _left_aligned(k: Tensor, positions: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys with the real ones first, where the positions are among them, and how many these are."""
+    order = key_mask.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    k = k.gather(2, order[:, None, :, None].expand_as(k))
+    place = (key_mask.cumsum(-1) - 1).masked_fill(~key_mask, -1)
+    inside = (positions >= 0) & (positions < key_mask.shape[1])
+    place = place.gather(1, positions.masked_fill(~inside, 0)).masked_fill(~inside, -1)
+    return k, place, key_mask.sum(-1)
 
 
 def _indices(layers: Collection[int]) -> frozenset[int]:

@@ -141,7 +141,10 @@ Memory = dict[tuple[int, int], tuple[Tensor, Tensor]]
 
 
 class PlainModel:
-    """The models for one row, in float64 and one head at a time; rotations multiply by complex numbers."""
+    """The models for one row, in float64 and one head at a time; rotations multiply by complex numbers.
+
+    `maps` are the last call's attention weights `[H, n, L]`, layer by layer.
+    """
 
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
         self.weights = {
@@ -163,6 +166,7 @@ class PlainModel:
         memory = {} if memory is None else memory
         (embedding, blocks, final_norm, head), parts = self.names
         x = weights[embedding + ".weight"][tokens]
+        self.maps: list[Tensor] = []
         for layer in range(config.num_hidden_layers):
             norm, mlp_norm, to_q, to_k, to_v, out, gate, up, down = (
                 f"{blocks}.{layer}.{part}" for part in parts
@@ -176,11 +180,13 @@ class PlainModel:
                 kv for (owner, _), kv in sorted(memory.items(), key=lambda item: item[0]) if owner == layer
             ]
             keys, values = (torch.stack(part) for part in zip(*rows, strict=True))
-            heads = []
+            heads, maps = [], []
             for i in range(config.num_attention_heads):
                 shared = i * config.n_kv_heads // config.num_attention_heads
                 scores = q[:, i] @ keys[:, shared].T / math.sqrt(q.shape[-1])
-                heads.append(scores.softmax(-1) @ values[:, shared])
+                maps.append(scores.softmax(-1))
+                heads.append(maps[-1] @ values[:, shared])
+            self.maps.append(torch.stack(maps))
             x = x + self.linear(torch.cat(heads, -1), out)
             h = self.norm(x, mlp_norm)
             y = self.linear(h, gate)
