@@ -208,7 +208,7 @@ def test_reasons() -> None:
     assert (out.reason[certain] == d.Reason.THRESHOLD).all()
     assert (out.reason[~certain] == d.Reason.INDEPENDENT).all()
 
-    decoder = d.dapd(tau_min=0.3, tau_max=0.9, late=0.5, late_graph=False)
+    decoder = d.dapd(tau_min=0.3, tau_max=0.9, late=0.97, late_graph=False)
     out = dlmkern.generate(model, PROMPTS, decoder, G)
     assert set(out.reason.flatten().tolist()) == {
         d.Reason.INDEPENDENT, d.Reason.THRESHOLD, d.Reason.FORCED,

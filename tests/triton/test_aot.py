@@ -26,10 +26,12 @@ if not INTERPRETED:
     from triton.runtime.jit import create_function_from_signature
 
     from dlmkern.triton_kernels import (
+        attention_graph,
         block_attention,
         cap_select,
         confidence_select,
         conflict_matrix,
+        dapd_select,
         independent_set,
         kv_block_write,
         token_stats,
@@ -101,6 +103,23 @@ def attention_launches(
     return block_attention.plan(q, k, k, some, d**-0.5)[0]
 
 
+def graph_launches(
+    B: int, Hq: int, Hkv: int, M: int, d: int, dtype: torch.dtype, given: bool = False
+) -> list[Launch]:
+    L = 1024
+    q, k = torch.empty(B, L, Hq, d, dtype=dtype).transpose(1, 2), torch.empty(B, Hkv, L, d, dtype=dtype)
+    positions, lengths = torch.empty(B, M, dtype=torch.int64), torch.empty(B, dtype=torch.int64)
+    rows, lse = (positions, torch.empty(B, Hq, L)) if given else (None, None)
+    return attention_graph.plan(q, k, positions, rows, lengths, lse, d**-0.5, torch.empty(B, M, M))[0]
+
+
+def dapd_launches(M: int, dtype: torch.dtype, symmetric: bool) -> list[Launch]:
+    scores, confidence = torch.empty(2, M, M, dtype=dtype), torch.empty(2, M, dtype=dtype)
+    valid = torch.empty(2, M, dtype=torch.bool) if symmetric else None
+    threshold = torch.empty(2, dtype=torch.float64)
+    return dapd_select.plan(scores, confidence, valid, threshold, threshold, threshold, symmetric)[0]
+
+
 FEW, MANY = 32, 4096  # rows that are sliced, rows that are not
 CASES: dict[str, Callable[[], list[Launch]]] = {
     "token_stats bf16, few rows": partial(stats_launches, FEW, V, torch.bfloat16, False, torch.float64),
@@ -144,6 +163,19 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "block_attention f32, 32 of 128": partial(attention_launches, 1, 32, 32, 32, 128, torch.float32),
     "block_attention f32, 8 to 1 of 256": partial(attention_launches, 1, 8, 1, 32, 256, torch.float32),
     "block_attention f32, 1 of 1": partial(attention_launches, 1, 1, 1, 1, 1, torch.float32, False),
+    "attention_graph bf16, 32 heads of 128": partial(graph_launches, 1, 32, 32, 256, 128, torch.bfloat16),
+    "attention_graph bf16, 28 to 4, batch of 32": partial(
+        graph_launches, 32, 28, 4, 256, 128, torch.bfloat16, True
+    ),
+    "attention_graph f16, 8 of 80, M = 9": partial(graph_launches, 1, 8, 8, 9, 80, torch.float16),
+    "attention_graph bf16, 8 to 1 of 256": partial(graph_launches, 1, 8, 1, 256, 256, torch.bfloat16),
+    "attention_graph f32, 32 of 64": partial(graph_launches, 1, 32, 32, 256, 64, torch.float32),
+    "attention_graph f32, 32 of 128": partial(graph_launches, 1, 32, 32, 256, 128, torch.float32),
+    "attention_graph f32, 8 to 1 of 256": partial(graph_launches, 16, 8, 1, 256, 256, torch.float32),
+    "attention_graph f32, 1 of 1": partial(graph_launches, 1, 1, 1, 1, 1, torch.float32, True),
+    "dapd_select f32, M = 32": partial(dapd_launches, 32, torch.float32, False),
+    "dapd_select f32, M = 256": partial(dapd_launches, 256, torch.float32, True),
+    "dapd_select f64, M = 2048": partial(dapd_launches, 2048, torch.float64, True),
 }
 # Bytes of shared memory that a program may have; the smaller GPUs of the sm_80 family set its limit.
 SHARED = {"sm_80": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
