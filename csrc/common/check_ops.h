@@ -15,6 +15,21 @@ inline int check_confidence_select(const dlmkern_view* confidence, const dlmkern
   return check_output(selected, kBool, {B, n});
 }
 
+inline int check_dapd_select(const dlmkern_view* scores, const dlmkern_view* confidence,
+                             const dlmkern_view* valid, const dlmkern_view* tau, const dlmkern_view* certain,
+                             const dlmkern_view* late, int symmetric, const dlmkern_view* selected) {
+  DLMKERN_TRY(check_input(scores, kReal, {kAnySize, kAnySize, kAnySize}));
+  const int64_t B = scores->shape[0], M = scores->shape[1];
+  if (scores->shape[2] != M) return DLMKERN_ERROR_SHAPE;
+  DLMKERN_TRY(check_input(confidence, kReal, {B, M}));
+  DLMKERN_TRY(check_optional_input(valid, kBool, {B, M}));
+  DLMKERN_TRY(check_input(tau, kFloat64, {B}));
+  DLMKERN_TRY(check_input(certain, kFloat64, {B}));
+  DLMKERN_TRY(check_input(late, kFloat64, {B}));
+  if (symmetric != 0 && symmetric != 1) return DLMKERN_ERROR_VALUE;
+  return check_output(selected, kBool, {B, M});
+}
+
 inline int check_kv_block_write(const dlmkern_view* k_cache, const dlmkern_view* v_cache,
                                 const dlmkern_view* k, const dlmkern_view* v, const dlmkern_view* positions,
                                 const dlmkern_view* cos, const dlmkern_view* sin, const dlmkern_view* drift) {

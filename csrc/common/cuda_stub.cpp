@@ -31,5 +31,8 @@ UNAVAILABLE(dlmkern_cuda_topk_kl, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, void*)
 UNAVAILABLE(dlmkern_cuda_confidence_select, VIEW, VIEW, VIEW, int, VIEW, void*)
 UNAVAILABLE(dlmkern_cuda_kv_block_write, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, void*)
 
+NO_WORKSPACE(dlmkern_cuda_dapd_select_workspace, int64_t, int64_t)
+UNAVAILABLE(dlmkern_cuda_dapd_select, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, int, VIEW, void*, size_t, void*)
+
 NO_WORKSPACE(dlmkern_cuda_depga_block_workspace, int64_t, int64_t)
 UNAVAILABLE(dlmkern_cuda_depga_block, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, int, VIEW, void*, size_t, void*)

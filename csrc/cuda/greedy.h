@@ -63,8 +63,13 @@ struct Greedy {
   // threads.
   template <class Conflict>
   __device__ void run(Conflict conflict) const {
-    const int candidates = sort_candidates();
     find_blockers(conflict);
+    run();
+  }
+
+  // The same where the candidates' rows of `blockers` are already there, with any j among them.
+  __device__ void run() const {
+    const int candidates = sort_candidates();
     __syncthreads();
     if (threadIdx.x < kWarp) scan(candidates);
     __syncthreads();
@@ -113,10 +118,14 @@ struct Greedy {
   }
 };
 
+// The part of a workspace that is a sequence's.
+__device__ inline void* greedy_workspace(int n, void* workspace, int64_t b) {
+  return static_cast<char*>(workspace) + b * Greedy::bytes(n);
+}
+
 // The working memory of the calling block.
 __device__ inline Greedy greedy_of_block(int n, void* workspace, void* shared) {
-  const size_t offset = blockIdx.x * Greedy::bytes(n);
-  return Greedy(Greedy::is_shared(n) ? shared : static_cast<char*>(workspace) + offset, n);
+  return Greedy(Greedy::is_shared(n) ? shared : greedy_workspace(n, workspace, blockIdx.x), n);
 }
 
 inline size_t greedy_shared_bytes(int64_t n) { return Greedy::is_shared(n) ? Greedy::bytes(n) : 0; }

@@ -38,7 +38,9 @@ struct RealTensor {
   Tensor<double> twice;
 
   __device__ explicit operator bool() const { return single || twice; }
-  __device__ double read(int64_t i, int64_t j = 0) const { return single ? single(i, j) : twice(i, j); }
+  __device__ double read(int64_t i, int64_t j = 0, int64_t k = 0) const {
+    return single ? single(i, j, k) : twice(i, j, k);
+  }
   __device__ void write(double value, int64_t i, int64_t j = 0) const {
     if (single) single(i, j) = static_cast<float>(value);
     if (twice) twice(i, j) = value;

@@ -149,6 +149,7 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   bind<V, V, V, V, V, V>(m, "cpu_topk_kl", dlmkern_cpu_topk_kl);
   bind<V, V, V, V, V, V, int, V>(m, "cpu_depga_block", dlmkern_cpu_depga_block);
   bind<V, V, V, int, V>(m, "cpu_confidence_select", dlmkern_cpu_confidence_select);
+  bind<V, V, V, V, V, V, int, V>(m, "cpu_dapd_select", dlmkern_cpu_dapd_select);
   bind<V, V, V, V, V, V, V, V>(m, "cpu_kv_block_write", dlmkern_cpu_kv_block_write);
   bind<V, V, V, V, V, V, double, V>(m, "cpu_attention_graph", dlmkern_cpu_attention_graph);
 
@@ -158,12 +159,14 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   m.def("cuda_cap_select_workspace", &dlmkern_cuda_cap_select_workspace);
   m.def("cuda_topk_snapshot_workspace", &dlmkern_cuda_topk_snapshot_workspace);
   m.def("cuda_depga_block_workspace", &dlmkern_cuda_depga_block_workspace);
+  m.def("cuda_dapd_select_workspace", &dlmkern_cuda_dapd_select_workspace);
   bind_cuda<V, V, V, int64_t, V, V, V, V, V>(m, "cuda_token_stats", dlmkern_cuda_token_stats);
   bind_cuda<V, V, V, V>(m, "cuda_conflict_matrix", dlmkern_cuda_conflict_matrix);
   bind_cuda<V, V, V, V, V>(m, "cuda_independent_set", dlmkern_cuda_independent_set);
   bind_cuda<V, V, V, V, V, V, V, int, V, V>(m, "cuda_cap_select", dlmkern_cuda_cap_select);
   bind_cuda<V, int64_t, V, V, V>(m, "cuda_topk_snapshot", dlmkern_cuda_topk_snapshot);
   bind_cuda<V, V, V, V, V, V, int, V>(m, "cuda_depga_block", dlmkern_cuda_depga_block);
+  bind_cuda<V, V, V, V, V, V, int, V>(m, "cuda_dapd_select", dlmkern_cuda_dapd_select);
   bind_on_stream<V, V, V, V, V, V>(m, "cuda_topk_kl", dlmkern_cuda_topk_kl);
   bind_on_stream<V, V, V, int, V>(m, "cuda_confidence_select", dlmkern_cuda_confidence_select);
   bind_on_stream<V, V, V, V, V, V, V, V>(m, "cuda_kv_block_write", dlmkern_cuda_kv_block_write);

@@ -215,6 +215,32 @@ class Kernels:
         )
         return selected
 
+    def dapd_select(
+        self,
+        scores: Tensor,
+        confidence: Tensor,
+        valid: Tensor | None,
+        tau: Tensor,
+        certain: Tensor,
+        late: Tensor,
+        symmetric: bool,
+    ) -> Tensor:
+        selected = torch.empty(confidence.shape, dtype=torch.bool, device=confidence.device)
+        self.call(
+            "dapd_select",
+            scores,
+            tuple(confidence.shape),
+            view(scores),
+            view(confidence),
+            optional_view(valid),
+            view(tau),
+            view(certain),
+            view(late),
+            symmetric,
+            view(selected),
+        )
+        return selected
+
     def kv_block_write(
         self,
         k_cache: Tensor,
