@@ -17,6 +17,7 @@ from rich.progress import track
 from rich.table import Table
 
 import dlmkern
+from benchmarks.chains import valid_chains
 from dlmkern import decoders, models
 from dlmkern.decoders import Decoder
 from dlmkern.models import chains4
@@ -68,29 +69,27 @@ def candidates() -> Iterable[tuple[str, str, Decoder]]:
         yield "CAP, whole answer, gamma swept, tau_low=0.3", f"gamma={gamma}", decoder
 
 
-def measure(curve: str, setting: str, decoder: Decoder, model: Any, prompts: torch.Tensor) -> Point:
-    output = dlmkern.generate(model, prompts, decoder, chains4.ANSWER_LENGTH)
-    pairs = list(zip(prompts, output.tokens, strict=True))
-    valid = [chains4.valid(prompt, answer) for prompt, answer in pairs]
-    chains = [chain for prompt, answer in pairs for chain in valid_chains(prompt, answer)]
+def measure(
+    curve: str,
+    setting: str,
+    decoder: Decoder,
+    model: Any,
+    prompts: torch.Tensor,
+    gen_length: int = chains4.ANSWER_LENGTH,
+) -> Point:
+    """Decode all prompts; they are those of `chains4` or of `benchmarks.chains`."""
+    output = dlmkern.generate(model, prompts, decoder, gen_length)
+    answers = [valid_chains(*pair) for pair in zip(prompts, output.tokens, strict=True)]
+    chains = [chain for answer in answers for chain in answer]
     lengths = [length for row in output.block_lengths for length in row]
     return Point(
         curve,
         setting,
         nfe=output.nfe.double().mean().item(),
-        valid=sum(valid) / len(valid),
+        valid=sum(map(all, answers)) / len(answers),
         chains=sum(chains) / len(chains),
         block_length=sum(lengths) / len(lengths),
     )
-
-
-def valid_chains(prompt: torch.Tensor, answer: torch.Tensor) -> list[bool]:
-    """Which chains hold: each is judged in an answer whose other chains are copies of it."""
-    asked, given = (x.view(chains4.CHAINS, chains4.CHAIN_LENGTH) for x in (prompt[1:], answer))
-    return [
-        chains4.valid(torch.cat((prompt[:1], chain.repeat(chains4.CHAINS))), filled.repeat(chains4.CHAINS))
-        for chain, filled in zip(asked, given, strict=True)
-    ]
 
 
 def front(points: list[Point]) -> list[Point]:
@@ -122,19 +121,22 @@ def table(points: list[Point]) -> Table:
     return out
 
 
-def plot(points: list[Point], file: Path) -> None:
-    """Needs matplotlib, of the extra "bench"."""
-    from matplotlib import pyplot
+def show(points: list[Point]) -> None:
+    """Print the table, wide enough for a file as well."""
+    terminal = Console().is_terminal
+    Console(highlight=False, width=None if terminal else 130).print(table(points))
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+
+def draw(axes: Any, points: list[Point]) -> None:
+    """A line for each curve in matplotlib's `axes`, those of the baselines dashed."""
     for curve in dict.fromkeys(point.curve for point in points):
         line = sorted((point.nfe, point.valid) for point in points if point.curve == curve)
-        ours = "DepCap" in curve or "CAP" in curve
+        baseline = curve.startswith(("fixed", "threshold"))
         axes.plot(
             [nfe for nfe, _ in line],
             [valid for _, valid in line],
-            marker="o" if ours else "s",
-            linestyle="-" if ours else "--",
+            marker="s" if baseline else "o",
+            linestyle="--" if baseline else "-",
             markersize=4,
             label=curve,
         )
@@ -143,6 +145,14 @@ def plot(points: list[Point], file: Path) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def plot(points: list[Point], file: Path) -> None:
+    """Needs matplotlib, of the extra "bench"."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    draw(axes, points)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 
@@ -164,8 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         measure(*candidate, model, prompts)
         for candidate in track(list(candidates()), "decoding", transient=True)
     ]
-    terminal = Console().is_terminal
-    Console(highlight=False, width=None if terminal else 130).print(table(points))
+    show(points)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "quality.json"
     file.write_text(

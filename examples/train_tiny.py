@@ -73,10 +73,10 @@ def training_problems(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return prompts[seen][:BATCH], answers[seen][:BATCH]
 
 
-def random_mask(size: int, generator: torch.Generator) -> Tensor:
-    """Masks `[64, size]` whose ratios are spread evenly over (0, 1), one in each 64th."""
-    ratio = (torch.randperm(BATCH, generator=generator) + torch.rand(BATCH, generator=generator)) / BATCH
-    return torch.rand(BATCH, size, generator=generator) < ratio[:, None]
+def random_mask(size: int, generator: torch.Generator, rows: int = BATCH) -> Tensor:
+    """Masks `[rows, size]` whose ratios are spread evenly over (0, 1), one in each `1 / rows`."""
+    ratio = (torch.randperm(rows, generator=generator) + torch.rand(rows, generator=generator)) / rows
+    return torch.rand(rows, size, generator=generator) < ratio[:, None]
 
 
 def masked_loss(logits: Tensor, answers: Tensor, masked: Tensor) -> Tensor:
