@@ -153,6 +153,18 @@ void select_by_confidence(int dtype, int64_t B, int64_t n, double special) {
   }
 }
 
+void select_by_graph(int dtype, int64_t B, int64_t M, double special) {
+  Tensor scores(dtype, {B, M, M}, 1), confidence(dtype, {B, M}, 1), valid(DLMKERN_BOOL, {B, M});
+  Tensor tau(DLMKERN_FLOAT64, {B}, 1), certain(DLMKERN_FLOAT64, {B}, 1), late(DLMKERN_FLOAT64, {B}, 1);
+  Tensor selected(DLMKERN_BOOL, {B, M});
+  scores.fill(special), confidence.fill(special), valid.fill(0);
+  tau.fill(special), certain.fill(special), late.fill(special);
+  for (const int symmetric : {0, 1}) {
+    expect_ok(dlmkern_cpu_dapd_select(scores, confidence, valid, tau, certain, late, symmetric, selected));
+    expect_ok(dlmkern_cpu_dapd_select(scores, confidence, nullptr, tau, certain, late, symmetric, selected));
+  }
+}
+
 void write_cache(int dtype, int64_t B, int64_t n, double special) {
   const int64_t H = 3, L = n / 2 + 1;
   for (const int64_t d : {0, 1, 2, 6, 18}) {
@@ -183,7 +195,9 @@ int main() {
         for (const int64_t n : {0, 1, 2, 33, 70}) {
           select(dtype, 2, n, special);
           write_cache(dtype, 2, n, special);
-          if (dtype <= DLMKERN_FLOAT32) select_by_confidence(dtype, 2, n, special);
+          if (dtype > DLMKERN_FLOAT32) continue;
+          select_by_confidence(dtype, 2, n, special);
+          select_by_graph(dtype, 2, n, special);
         }
       }
     }

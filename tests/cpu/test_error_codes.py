@@ -71,6 +71,16 @@ FUNCTIONS: dict[str, tuple[Callable[[], list[Any]], set[int], set[int]]] = {
         {4},
         {1},
     ),
+    "cpu_dapd_select": (
+        lambda: [
+            *(floats(B, N, N), floats(B, N), bools(B, N)),
+            *(floats(B), floats(B), floats(B)),
+            0,
+            bools(B, N),
+        ],
+        {7},
+        {2},
+    ),
     "cpu_kv_block_write": (
         lambda: [
             *(floats(B, HEADS, LENGTH, SIZE), floats(B, HEADS, LENGTH, SIZE)),
@@ -127,11 +137,20 @@ def test_every_tensor_is_checked(library: Library, name: str, position: int) -> 
                 np.testing.assert_array_equal(arguments[output], was)
 
 
-@pytest.mark.parametrize(("name", "position"), [("cpu_cap_select", 7), ("cpu_depga_block", 6)])
+@pytest.mark.parametrize(
+    ("name", "position"), [("cpu_cap_select", 7), ("cpu_depga_block", 6), ("cpu_dapd_select", 6)]
+)
 def test_flags(library: Library, name: str, position: int) -> None:
     arguments = FUNCTIONS[name][0]()
     arguments[position] = 2
     assert library.call(name, *arguments) == VALUE
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("cpu_independent_set", bool), ("cpu_dapd_select", np.float32)])
+def test_a_square_for_each_sequence(library: Library, name: str, dtype: type) -> None:
+    arguments = FUNCTIONS[name][0]()
+    arguments[0] = np.ones((B, N, N + 1), dtype)
+    assert library.call(name, *arguments) == SHAPE
 
 
 @pytest.mark.parametrize(("position", "value"), [(2, -1), (4, 0), (5, 0)])
