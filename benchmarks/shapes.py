@@ -71,6 +71,23 @@ def op_calls(
 
     yield "kv_block_write", write
     yield "block_attention", lambda: dlmkern.block_attention(block, cache[:, :1], cache[:, 1:])
+    lengths = torch.full((batch,), n + 2, device=logits.device)
+    rows = torch.arange(n, device=logits.device).flip(0).expand(batch, n)
+
+    def graph() -> Tensor:
+        known = positions.masked_fill(positions % 7 == 5, -1)
+        out = torch.full((batch, n, n), 0.5, dtype=angles.dtype, device=logits.device)
+        return dlmkern.attention_graph(block, cache[:, :1], known, out=out, rows=rows, lengths=lengths)
+
+    yield "attention_graph", graph
+    scores = torch.rand((batch, n, n), generator=generator).to(stats.confidence)
+    yield "dapd_select", lambda: dlmkern.dapd_select(scores, stats.confidence, None, 0.6)
+    yield (
+        "dapd_select",
+        lambda: dlmkern.dapd_select(
+            scores, stats.confidence, token % 5 != 0, 0.6, variant="direct", certain=0.3, symmetric=True
+        ),
+    )
 
 
 def main(backend: str) -> int:

@@ -67,6 +67,14 @@ def calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (dlmkern.confidence_select, (x, mask), {"tau": numbers}),
         (dlmkern.confidence_select, (), {"confidence": stats.confidence, "rule": "schedule", "count": 2}),
         (dlmkern.block_attention, (x[:, None], y[:, None], y[:, None], torch.tensor([3, 5])), {}),
+        (dlmkern.attention_graph, (x[:, None], y[:, None], rows % 5, torch.tensor([3, 5])), {}),
+        (
+            dlmkern.attention_graph,
+            (x[:, None], y[:, None], rows % 5),
+            {"rows": rows % 4, "lengths": torch.tensor([3, 5]), "lse": stats.logsumexp[:, None]},
+        ),
+        (dlmkern.dapd_select, (conflict.float(), stats.confidence, mask, numbers), {"progress": numbers}),
+        (dlmkern.dapd_select, (y[..., :5], stats.confidence, None, 0.1), {"variant": "direct"}),
     ]
 
 
@@ -182,6 +190,28 @@ def test_arrays_are_written_in_place() -> None:
     slices = np.zeros((2, 1, 5, 2, 9), dtype=np.float32).swapaxes(2, 3)[..., 1::2]
     assert dlmkern.kv_block_write(*slices, k, v, positions) is None
     np.testing.assert_array_equal(slices[:, :, :, [4, 0]], np.stack((k, v))[:, :, :, [0, 2]])
+
+
+def test_a_graph_is_added_to_in_place() -> None:
+    q, k = (np.random.default_rng(seed).standard_normal((1, 2, 5, 4), dtype=np.float32) for seed in (1, 2))
+    positions = np.array([[4, -1, 0]], dtype=np.int32)
+    expected = 1 + 2 * dlmkern.attention_graph(q, k, positions)
+    for out in (
+        np.ones((1, 3, 3), dtype=np.float32),
+        np.ones((1, 6, 5), dtype=np.float32).swapaxes(1, 2)[:, 2:, ::2],
+    ):
+        assert np.shares_memory(dlmkern.attention_graph(q, k, positions, out=out), out)
+        added = dlmkern.attention_graph(*(Shelf(x) for x in (q, k, positions)), out=Shelf(out))
+        assert np.shares_memory(added.array, out)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+    read_only = np.ones((1, 3, 3), dtype=np.float32)
+    read_only.flags.writeable = False
+    with pytest.raises(TypeError, match=r"out: .*cannot be written in place: it is read-only"):
+        dlmkern.attention_graph(q, k, positions, out=read_only)
+    with pytest.raises(TypeError, match=r"out: .*cannot be written in place: .*negative strides"):
+        dlmkern.attention_graph(q, k, positions, out=out[:, ::-1])
+    with pytest.raises(TypeError, match=r"out: expected the same kind of array as q \(numpy\), got torch"):
+        dlmkern.attention_graph(q, k, positions, out=torch.ones(1, 3, 3))
 
 
 def test_arrays_that_cannot_be_written_in_place() -> None:

@@ -51,7 +51,7 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
     conflict = torch.zeros((B, N, N), dtype=torch.bool, device=device)
     ids = torch.zeros((B, N, K), dtype=torch.int64, device=device)
     cache, table = torch.zeros((B, 2, 9, 4), device=device), torch.zeros((9, 4), device=device)
-    block = cache[:, :, :N]
+    block, graph = cache[:, :, :N], torch.zeros((B, N, N), device=device)
     return {
         "token_stats": (logits, logits, tokens, 3, torch.float32),
         "conflict_matrix": (logits, tokens, statistics),
@@ -63,6 +63,8 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
         "confidence_select": (statistics, flags, numbers, 3),
         "kv_block_write": (cache, cache.clone(), block, block, tokens, table, table, True),
         "block_attention": (block, cache[:, :1], cache[:, 1:], counts, 0.5),
+        "attention_graph": (block, cache[:, :1], tokens, tokens, counts, block[..., 0], 0.5, graph),
+        "dapd_select": (graph, statistics, flags, numbers, numbers, numbers, True),
     }
 
 
@@ -72,6 +74,8 @@ def test_reference_never_waits_for_the_device(op: str) -> None:
         taken = arguments(FAKE)[op]
         with Watch():
             results = getattr(reference, op)(*taken)
+        if results is None:
+            results = taken[-1]  # what it has written to
         for result in results if isinstance(results, tuple) else (results,):
             assert result.device.type == FAKE
             assert result.fake_mode is mode
@@ -83,6 +87,9 @@ def public_calls() -> dict[str, Callable[[], Any]]:
 
     def numbers(dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(B, dtype=dtype, device=FAKE)
+
+    def scores() -> Tensor:
+        return torch.zeros((B, N, N), device=FAKE)
 
     def cache(length: int = 9) -> Tensor:
         return torch.zeros((B, 2, length, 4), device=FAKE)
@@ -111,6 +118,19 @@ def public_calls() -> dict[str, Callable[[], Any]]:
         "kv_block_write": write,
         "kv_block_write with drift": lambda: write(rope=(cache()[0, 0], cache()[0, 0]), drift=True),
         "block_attention": lambda: dlmkern.block_attention(cache(N), cache(), cache(), numbers(counts)),
+        "attention_graph": lambda: dlmkern.attention_graph(
+            cache(), cache(), rows(FAKE, counts), numbers(counts), lengths=numbers(counts)
+        ),
+        "attention_graph of some rows": lambda: dlmkern.attention_graph(
+            cache(N), cache(), rows(FAKE, counts), rows=rows(FAKE, counts), lse=cache(N)[..., 0]
+        ),
+        "dapd_select": lambda: dlmkern.dapd_select(scores(), rows(FAKE), rows(FAKE, torch.bool), 0.1),
+        "dapd_select, direct": lambda: dlmkern.dapd_select(
+            scores(), rows(FAKE), None, numbers(), variant="direct", certain_dtype=torch.bfloat16
+        ),
+        "dapd_select, late": lambda: dlmkern.dapd_select(
+            scores(), rows(FAKE), None, 0.1, progress=numbers(), late_graph=False
+        ),
     }
 
 
@@ -120,6 +140,18 @@ def test_public_functions_never_wait_for_the_device(name: str) -> None:
         result = public_calls()[name]()
     for x in result if isinstance(result, tuple) else (result,):
         assert x is None or x.device.type == FAKE
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_attention_graph_makes_no_map_of_all_positions(known: bool) -> None:
+    heads, length, size, many = 32, 4096, 32, 64
+    q = torch.zeros((1, heads, length, size), dtype=torch.bfloat16)
+    positions = torch.zeros((1, many), dtype=torch.int64)
+    lse = torch.zeros((1, heads, length)) if known else None
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch() as watch:
+        dlmkern.attention_graph(q, q[:, ::8], positions, lse=lse)
+    most = 4 * max(length * size, many * many if known else many * length)
+    assert 0 < watch.largest <= most < 4 * heads * many * length
 
 
 @pytest.mark.parametrize("op", ["token_stats", "conflict_matrix", "cap_select", "topk_snapshot"])
