@@ -18,7 +18,8 @@
 namespace dlmkern {
 namespace {
 
-constexpr int64_t kTileRows = 48;          // a multiple of every instruction set's rows
+// A multiple of every instruction set's rows. That many queries and a panel of keys fit in the first cache.
+constexpr int64_t kTileRows = 36;
 constexpr int64_t kBlockPanels = 16;       // of keys, whose scores are joined to the sums at once
 constexpr int64_t kPackedBytes = 4 << 20;  // about so many of keys are packed at once
 constexpr double kParallelProducts = 64 * kParallelWork;  // fewer are left to one thread
@@ -92,24 +93,32 @@ Selection select(const Arguments& a, int64_t b) {
   return selection;
 }
 
-// Fills a panel with the rows of a matrix that `rows` names, times `scale`, and with zeros.
+template <class T>
+Wide<T> widen(T value) {
+  if constexpr (std::is_same_v<T, double>) {
+    return value;
+  } else {
+    return to_float(value);
+  }
+}
+
+// Fills a panel with the first rows of a matrix that `rows` names, times `scale`, and with zeros. Meanwhile
+// those of the next panel are asked for: they are too short and too scattered for the processor to foresee.
 template <class T>
 void pack(const T* matrix, const int64_t* stride, const int64_t* rows, int64_t count, int64_t width,
           int64_t size, Wide<T> scale, Wide<T>* panel) {
-  for (int64_t i = 0; i < width; ++i) {
-    if (i >= count) {
-      for (int64_t j = 0; j < size; ++j) panel[j * width + i] = 0;
-      continue;
+  constexpr int64_t kMaxWidth = 64, kLine = 64 / sizeof(T);
+  const T *row[kMaxWidth], *next[kMaxWidth];
+  const int64_t following = std::clamp<int64_t>(count - width, 0, width);
+  count = std::min(count, width);
+  for (int64_t i = 0; i < count; ++i) row[i] = matrix + rows[i] * stride[0];
+  for (int64_t i = 0; i < following; ++i) next[i] = matrix + rows[width + i] * stride[0];
+  for (int64_t j = 0; j < size; ++j, panel += width) {
+    if (j % kLine == 0) {
+      for (int64_t i = 0; i < following; ++i) __builtin_prefetch(next[i] + j * stride[1]);
     }
-    const T* const row = matrix + rows[i] * stride[0];
-    for (int64_t j = 0; j < size; ++j) {
-      const T value = load(row + j * stride[1]);
-      if constexpr (std::is_same_v<T, double>) {
-        panel[j * width + i] = value * scale;
-      } else {
-        panel[j * width + i] = to_float(value) * scale;
-      }
-    }
+    for (int64_t i = 0; i < count; ++i) panel[i] = widen(load(row[i] + j * stride[1])) * scale;
+    std::fill(panel + count, panel + width, Wide<T>{0});
   }
 }
 
@@ -148,7 +157,7 @@ class SequenceGraph {
     panels_ = ceil_div(keys_, columns);
     width_ = ceil_div(selection_.wanted, columns) * columns;
     kept_ = ceil_div(selection_.wanted, block) * block;
-    stride_ = kept_ + block;
+    stride_ = kept_ + block + columns;  // rows a power of two apart would share their places in the cache
   }
 
   void run() const {
@@ -200,20 +209,28 @@ class SequenceGraph {
       RowSum<Scalar> sums[kTileRows];
       score_tile(queries, keys + h / group * panels_ * kernels_.columns * size_, count, scores, sums);
       for (int64_t i = 0; i < count; ++i) {
-        Scalar shift = sums[i].shift(), factor = static_cast<Scalar>(1 / sums[i].sum);
+        Scalar shift;
+        double sum = 1;
         if (a_.lse != nullptr) {
           shift = load(address_of<Scalar>(*a_.lse, b_, head, selection_.rows[first_row + i]));
-          factor = 1;
+        } else {
+          shift = sums[i].shift();
+          sum = sums[i].sum;
         }
-        kernels_.add_weights(scores + i * stride_, width_, shift, factor, weights + i * width_);
+        const auto share = static_cast<Scalar>(1 / (sum * static_cast<double>(query_heads)));
+        kernels_.add_weights(scores + i * stride_, width_, shift, share, weights + i * width_);
       }
     }
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t j = 0; j < rows_; ++j) {
-        Scalar* const out =
-            address_of<Scalar>(a_.out, b_, selection_.entries[first_row + i], selection_.entries[j]);
-        store(out, load(out) + weights[i * width_ + selection_.columns[j]] / query_heads);
-      }
+    for (int64_t i = 0; i < count; ++i) add_row(first_row + i, weights + i * width_);
+  }
+
+  void add_row(int64_t row, const Scalar* weights) const {
+    Scalar* const out = address_of<Scalar>(a_.out, b_, selection_.entries[row]);
+    const int64_t *const entries = selection_.entries.data(), *const columns = selection_.columns.data();
+    const int64_t stride = a_.out.stride[2], count = rows_;
+    for (int64_t j = 0; j < count; ++j) {
+      Scalar* const address = out + entries[j] * stride;
+      store(address, load(address) + weights[columns[j]]);
     }
   }
 

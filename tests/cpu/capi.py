@@ -61,7 +61,7 @@ class Library:
             getattr(self._library, f"dlmkern_{name}").restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Arrays and views go by pointer, None as NULL, and every int is 64 bits wide."""
+        """Arrays and views go by pointer, None as NULL, and every number is 64 bits wide."""
         return getattr(self._library, f"dlmkern_{name}")(*(pass_argument(value) for value in arguments))
 
 
@@ -70,6 +70,8 @@ def pass_argument(value: Any) -> Any:
         value = view(value)
     if isinstance(value, View):
         return ctypes.byref(value)
+    if isinstance(value, float):
+        return ctypes.c_double(value)
     return ctypes.c_int64(value) if isinstance(value, int) else value
 
 

@@ -183,6 +183,21 @@ void write_cache(int dtype, int64_t B, int64_t n, double special) {
   }
 }
 
+void graph(int dtype, int64_t B, int64_t M, double special) {
+  const int64_t Hq = 4, Hkv = 2, L = M / 2 + 1;
+  const int arithmetic = dtype == DLMKERN_FLOAT64 ? DLMKERN_FLOAT64 : DLMKERN_FLOAT32;
+  for (const int64_t d : {1, 6, 17}) {
+    Tensor q(dtype, {B, Hq, L, d}, 1), k(dtype, {B, Hkv, L, d}, 1), lse(arithmetic, {B, Hq, L}, 1);
+    Tensor positions(DLMKERN_INT64, {B, M}, 1), rows(DLMKERN_INT64, {B, M}, 1);
+    Tensor lengths(DLMKERN_INT64, {B}, 1), out(arithmetic, {B, M, M}, 1);
+    q.fill(special), k.fill(special), lse.fill(special), out.fill(special);
+    positions.tokens(L), rows.tokens(L), lengths.tokens(L);
+    expect_ok(dlmkern_cpu_attention_graph(q, k, positions, nullptr, nullptr, nullptr, 0.5, out));
+    expect_ok(dlmkern_cpu_attention_graph(q, k, positions, rows, lengths, nullptr, 0.5, out));
+    expect_ok(dlmkern_cpu_attention_graph(q, k, positions, nullptr, lengths, lse, 0.5, out));
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -195,6 +210,7 @@ int main() {
         for (const int64_t n : {0, 1, 2, 33, 70}) {
           select(dtype, 2, n, special);
           write_cache(dtype, 2, n, special);
+          graph(dtype, 2, n, special);
           if (dtype > DLMKERN_FLOAT32) continue;
           select_by_confidence(dtype, 2, n, special);
           select_by_graph(dtype, 2, n, special);

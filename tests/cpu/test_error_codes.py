@@ -92,6 +92,17 @@ FUNCTIONS: dict[str, tuple[Callable[[], list[Any]], set[int], set[int]]] = {
         {0, 1, 7},
         {7},
     ),
+    "cpu_attention_graph": (
+        lambda: [
+            *(floats(B, 2 * HEADS, LENGTH, SIZE), floats(B, HEADS, LENGTH, SIZE)),
+            *(ints(B, N), ints(B, N), ints(B)),
+            floats(B, 2 * HEADS, LENGTH),
+            0.5,
+            floats(B, N, N),
+        ],
+        {7},
+        {3, 4, 5},
+    ),
 }
 TENSORS = [
     pytest.param(name, position, id=f"{name}-{position}")

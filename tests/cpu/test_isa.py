@@ -75,35 +75,45 @@ def test_the_best_one_of_the_machine_is_taken(
     assert emulated[1:] == native[1:]
 
 
-def objects(build_folder: Path, isa: str) -> Path:
-    return next((build_folder / "CMakeFiles" / f"dlmkern_{isa}.dir").rglob("row_kernels.cpp.o"))
+def compiled(build_folder: Path, isa: str, source: str) -> Path:
+    return next((build_folder / "CMakeFiles" / f"dlmkern_{isa}.dir").rglob(f"{source}.o"))
+
+
+def disassemble(build_folder: Path, isa: str, source: str, function: str) -> list[str]:
+    """The instructions of the function whose demangled name matches."""
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed")
+    file = compiled(build_folder, isa, source)
+    text = subprocess.run(
+        ["objdump", "-d", "-C", "--no-show-raw-insn", file], capture_output=True, text=True, check=True
+    ).stdout
+    body = re.search(rf"<[^\n]*::{function}[^\n]*>:\n(.*?)\n\n", text, re.DOTALL)
+    assert body is not None
+    return [line.strip() for line in body[1].splitlines()]
 
 
 @needs_x86
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
-def test_no_symbol_can_replace_a_portable_one(build_folder: Path, isa: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "table"), [("row_kernels.cpp", "kTable"), ("score_kernels.cpp", "kScoreTable")]
+)
+def test_no_symbol_can_replace_a_portable_one(build_folder: Path, isa: str, source: str, table: str) -> None:
     """The linker keeps one copy of an inline function: never one that an old CPU can't run."""
     lines = subprocess.run(
-        ["nm", "-C", objects(build_folder, isa)], capture_output=True, text=True, check=True
+        ["nm", "-C", compiled(build_folder, isa, source)], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     weak = [line for line in lines if re.match(r"[0-9a-f ]+ [WVuvw] ", line)]
     assert weak == []
     public = [line for line in lines if re.match(r"[0-9a-f]+ [TDRB] ", line)]
     assert len(public) == 1, public
-    assert public[0].endswith(f"dlmkern::{isa}::kTable")
+    assert public[0].endswith(f"dlmkern::{isa}::{table}")
 
 
 @needs_x86
 @pytest.mark.parametrize(("isa", "register"), [("avx2", "ymm"), ("avx512", "zmm")])
 def test_hot_loop(build_folder: Path, isa: str, register: str) -> None:
     """The widest sum (entropy and KL of float32): full vectors, fused products, nothing spilled."""
-    if shutil.which("objdump") is None:
-        pytest.skip("objdump is not installed")
-    command = ["objdump", "-d", "-C", "--no-show-raw-insn", objects(build_folder, isa)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    body = re.search(r"<[^\n]*::sums<float, 3u>[^\n]*>:\n(.*?)\n\n", text, re.DOTALL)
-    assert body is not None
-    instructions = [line.strip() for line in body[1].splitlines()]
+    instructions = disassemble(build_folder, isa, "row_kernels.cpp", "sums<float, 3u>")
     # From the first prefetch to the jump back over it.
     start = next(i for i, line in enumerate(instructions) if "prefetch" in line)
     end = next(i for i in range(start, len(instructions)) if re.search(r"\sj\w+ ", instructions[i]))
@@ -115,6 +125,23 @@ def test_hot_loop(build_folder: Path, isa: str, register: str) -> None:
     assert sum("\tvf" in line for line in loop) == 2 * (2 * 7 + 2)
     stores = [line for line in loop if re.search(r"vmov\w+\s+%[xyz]mm\d+,.*\(", line)]
     assert stores == []
+
+
+@needs_x86
+@pytest.mark.parametrize(("isa", "register", "rows"), [("avx2", "ymm", 6), ("avx512", "zmm", 12)])
+def test_tile_of_scores(build_folder: Path, isa: str, register: str, rows: int) -> None:
+    """Two fused products a row of queries in full vectors, nothing spilled."""
+    instructions = disassemble(build_folder, isa, "score_kernels.cpp", r"tile<float[^\n]*, float>")
+    products = [i for i, line in enumerate(instructions) if "\tvfmadd" in line]
+    assert len(products) == 2 * rows
+    jump = next(i for i in range(products[-1], len(instructions)) if re.search(r"\tj\w+ ", instructions[i]))
+    target = instructions[jump].split("\tj")[1].split()[1]
+    start = next(i for i, line in enumerate(instructions) if line.startswith(f"{target}:"))
+    loop = instructions[start:jump]
+    vectors = [line for line in loop if re.search(r"\tv\w+\s", line)]
+    assert len(vectors) == 2 + 3 * rows  # two vectors of keys; each query is spread and multiplied with both
+    assert all(f"%{register}" in line for line in vectors)
+    assert not any(re.search(r"vmov\w+\s+%[xyz]mm\d+,.*\(", line) for line in loop)
 
 
 @needs_x86
