@@ -30,11 +30,12 @@ _OUT_STRIDES = ("out_stride_b", "out_stride_i", "out_stride_j")
 
 
 class Config(NamedTuple):
-    """How the work is cut; each kernel's tile has ``tile`` queries."""
+    """How the work is cut."""
 
     lanes: int  # head size, padded to what tl.dot takes
-    tile: int
+    rows: int  # queries of a tile of scores, whose log sum exp is wanted
     keys: int
+    tile: int  # positions along each side of a tile of out
     num_warps: int
     key_splits: int  # programs that share the keys
     head_splits: int  # programs that share the heads
@@ -43,17 +44,17 @@ class Config(NamedTuple):
 def config(B: int, Hq: int, Hkv: int, M: int, L: int, d: int, element_size: int) -> Config:
     """The configuration for M of the L positions of each of B sequences."""
     lanes = max(triton.next_power_of_2(d), 16)
+    most, num_warps = 64 if lanes <= 128 else 32, 4
     if element_size == 4:  # no matrix units: a thread multiplies what it holds in registers
-        tile, keys, num_warps = 16, 16, 4 if lanes <= 64 else 8
-    else:
-        most = 64 if lanes <= 128 else 32
-        tile, keys, num_warps = min(max(triton.next_power_of_2(M), 16), most), most, 4
-    key_splits = triton.cdiv(_PROGRAMS, B * Hkv * triton.cdiv(Hq // Hkv * M, tile))
+        most, num_warps = 32 if lanes <= 64 else 16, 8
+    rows, tile = (min(max(triton.next_power_of_2(x), 16), most) for x in (Hq // Hkv * M, M))
+    key_splits = triton.cdiv(_PROGRAMS, B * Hkv * triton.cdiv(Hq // Hkv * M, rows))
     head_splits = triton.cdiv(_PROGRAMS, B * triton.cdiv(M, tile) ** 2)
     return Config(
         lanes,
+        rows,
+        most,
         tile,
-        keys,
         num_warps,
         max(min(key_splits, L // _LEAST_KEYS, _MOST_SPLITS), 1),
         min(head_splits, Hq, _MOST_SPLITS),
@@ -174,12 +175,6 @@ def _tile(position_ptr, row_ptr, length_ptr, n, L, M, TILE: tl.constexpr):
     return batch, i, j, row, place, real_i, real_j
 
 
-@triton.jit
-def _add(out_ptr, mean, batch, i, j, real, stride_b, stride_i, stride_j):
-    out_tile = out_ptr + batch * stride_b + i[:, None] * stride_i + j[None, :] * stride_j
-    tl.store(out_tile, tl.load(out_tile, mask=real, other=0.0) + mean, mask=real)
-
-
 @triton.jit(do_not_specialize=["n", "L", "M"])
 def entries_kernel(
     q_ptr,
@@ -188,7 +183,6 @@ def entries_kernel(
     row_ptr,
     length_ptr,
     lse_ptr,
-    out_ptr,
     part_ptr,
     n,
     L,
@@ -207,9 +201,6 @@ def entries_kernel(
     lse_stride_b,
     lse_stride_h,
     lse_stride_n,
-    out_stride_b,
-    out_stride_i,
-    out_stride_j,
     LSE_OF_ROWS: tl.constexpr,
     D: tl.constexpr,
     LANES: tl.constexpr,
@@ -219,7 +210,7 @@ def entries_kernel(
 
     LSE_OF_ROWS: lse has the rows of q, else those of out.
     """
-    batch, i, j, row, place, real_i, real_j = _tile(position_ptr, row_ptr, length_ptr, n, L, M, TILE)
+    batch, i, _, row, place, real_i, real_j = _tile(position_ptr, row_ptr, length_ptr, n, L, M, TILE)
     lane = tl.arange(0, LANES)
     in_head = lane < D
     q_offset = row[:, None] * q_stride_n + lane[None, :].to(tl.int64) * q_stride_d
@@ -243,15 +234,9 @@ def entries_kernel(
         lse = tl.load(lse_rows + head * lse_stride_h, mask=real_i, other=0.0)
         score = tl.dot(dot_operand(q), dot_operand(k), input_precision="ieee") * scale
         total += tl.exp(score - lse[:, None])
-    total /= tl.cast(heads, tl.float32)
-
-    if part_ptr is None:
-        real = real_i[:, None] & real_j[None, :]
-        _add(out_ptr, total, batch, i, j, real, out_stride_b, out_stride_i, out_stride_j)
-    else:
-        part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        cell = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        tl.store(part_ptr + part * TILE * TILE + cell, total)
+    part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    cell = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(part_ptr + part * TILE * TILE + cell, total / tl.cast(heads, tl.float32))
 
 
 @triton.jit(do_not_specialize=["n", "L", "M"])
@@ -278,7 +263,8 @@ def add_parts_kernel(
     total = tl.zeros((TILE, TILE), tl.float32)
     for part in range(parts):
         total += tl.load(part_ptr + part * TILE * TILE + cell, mask=real, other=0.0)
-    _add(out_ptr, total, batch, i, j, real, out_stride_b, out_stride_i, out_stride_j)
+    out_tile = out_ptr + batch * out_stride_b + i[:, None] * out_stride_i + j[None, :] * out_stride_j
+    tl.store(out_tile, tl.load(out_tile, mask=real, other=0.0) + total, mask=real)
 
 
 def plan(
@@ -321,35 +307,25 @@ def plan(
         "D": d,
         "LANES": cut.lanes,
     }
-    of_out = dict(zip(_OUT_STRIDES, out.stride(), strict=True)) | {"out_ptr": out, "TILE": cut.tile}
-
     launches = []
     base = lse
     if base is None:
         base = torch.empty((B, Hq, M), dtype=torch.float32, device=q.device)
         launches += _row_lse(cut, base, Hkv, of_sequence, of_head)
     tiles = B * triton.cdiv(M, cut.tile) ** 2
-    part = None
-    if cut.head_splits > 1:
-        part = torch.empty((tiles, cut.head_splits, cut.tile, cut.tile), dtype=torch.float32, device=q.device)
+    part = torch.empty((tiles, cut.head_splits, cut.tile, cut.tile), dtype=torch.float32, device=q.device)
     entries = {
         "lse_ptr": base,
-        "part_ptr": part,
         "heads": Hq,
         **dict(zip(_LSE_STRIDES, base.stride(), strict=True)),
         "LSE_OF_ROWS": lse is not None,
     }
-    launches.append(
-        Launch(
-            entries_kernel,
-            (tiles, cut.head_splits),
-            of_sequence | of_head | of_out | entries,
-            cut.num_warps,
-        )
-    )
-    if part is not None:
-        parts = {"part_ptr": part, "parts": cut.head_splits}
-        launches.append(Launch(add_parts_kernel, (tiles,), of_sequence | of_out | parts, cut.num_warps))
+    add = {"out_ptr": out, "parts": cut.head_splits, **dict(zip(_OUT_STRIDES, out.stride(), strict=True))}
+    of_part = of_sequence | {"part_ptr": part, "TILE": cut.tile}
+    launches += [
+        Launch(entries_kernel, (tiles, cut.head_splits), of_part | of_head | entries, cut.num_warps),
+        Launch(add_parts_kernel, (tiles,), of_part | add, cut.num_warps),
+    ]
     return launches, None
 
 
@@ -363,8 +339,8 @@ def _row_lse(
         part = torch.empty((B * Hq * M, cut.key_splits), dtype=torch.float32, device=lse.device)
     rows = Launch(
         row_lse_kernel,
-        (B * Hkv * triton.cdiv(Hq // Hkv * M, cut.tile), cut.key_splits),
-        of_sequence | of_head | {"lse_ptr": part, "kv_heads": Hkv, "ROWS": cut.tile, "KEYS": cut.keys},
+        (B * Hkv * triton.cdiv(Hq // Hkv * M, cut.rows), cut.key_splits),
+        of_sequence | of_head | {"lse_ptr": part, "kv_heads": Hkv, "ROWS": cut.rows, "KEYS": cut.keys},
         cut.num_warps,
     )
     if cut.key_splits == 1:

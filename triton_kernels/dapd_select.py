@@ -14,7 +14,8 @@ import triton.language as tl
 from .independent_set import best_candidate
 from .launch import Launch, one_program, run
 
-_ROWS, _COLUMNS = 32, 16  # of the tiles of weights that a program adds up
+_ROWS, _COLUMNS = 32, 8  # of the tiles of weights that a program adds up
+_NUM_WARPS = 2  # of it; with 1 some compilers spill
 
 
 @triton.jit
@@ -166,7 +167,7 @@ def plan(
     }
     tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
     launches = [
-        Launch(degree_kernel, (B, triton.cdiv(M, _ROWS)), shared | tile, 1),
+        Launch(degree_kernel, (B, triton.cdiv(M, _ROWS)), shared | tile, _NUM_WARPS),
         Launch(dapd_select_kernel, (B,), shared | select, num_warps),
     ]
     return launches, selected
