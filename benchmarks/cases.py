@@ -165,6 +165,21 @@ def confidence_select(device: torch.device, quick: bool) -> Iterator[Case]:
             )
 
 
+def dapd_select(device: torch.device, quick: bool) -> Iterator[Case]:
+    for many in (64,) if quick else (64, 256, 1024):
+        generator = torch.Generator(device).manual_seed(0)
+        scores = torch.randn(many, many, generator=generator, device=device).mul(3).softmax(-1)
+        confidence = torch.rand(many, generator=generator, device=device)
+        yield Case(
+            "dapd_select",
+            f"M = {many}, float32",
+            partial(dlmkern.dapd_select, scores, confidence, None, 0.05),
+            eager.dapd_select,
+            (scores, confidence, 0.05),
+            reads=[scores],
+        )
+
+
 def kv_block_write(device: torch.device, quick: bool) -> Iterator[Case]:
     n, length = 32, 1024
     for heads, size, dtype in ((8, 64, torch.float32), (32, 128, torch.bfloat16)):
@@ -228,6 +243,7 @@ ALL = (
     topk_kl,
     depga_block,
     confidence_select,
+    dapd_select,
     kv_block_write,
     block_attention,
 )

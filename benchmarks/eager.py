@@ -67,6 +67,21 @@ def factor_select(logits: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor
     return selected, token, confidence
 
 
+def dapd_select(scores: Tensor, confidence: Tensor, tau: float) -> Tensor:
+    """DAPD's commit step, scanned in Python like the official one: scores [M, M], confidence [M]."""
+    tie = ((scores + scores.T) / 2).fill_diagonal_(0)
+    relative = (tie / tie.amax(-1, keepdim=True).clamp(min=1e-8)).tolist()
+    degree = tie.sum(-1)
+    key = degree / (degree.max() + 1e-8) * (confidence / (confidence.max() + 1e-8))
+    taken: list[int] = []
+    for i in key.argsort(descending=True).tolist():
+        if all(relative[i][j] <= tau for j in taken):
+            taken.append(i)
+    selected = torch.zeros_like(confidence, dtype=torch.bool)
+    selected[taken] = True
+    return selected
+
+
 def kv_block_write(
     k_cache: Tensor,
     v_cache: Tensor,
