@@ -26,6 +26,7 @@ NAMES = [f"X{i + 1}" for i in range(LINKS + 1)] + [f"Y{i + 1}" for i in range(LI
 MASK_RATIOS = (1.0, 0.9, 0.7, 0.5)
 SHARE = 0.3  # of the layers, the last ones: what the paper takes
 LAST = f"last {SHARE:.0%}"
+TAUS = (0.001, 0.01, 0.05, 0.15)
 
 
 def problems(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -104,6 +105,18 @@ def agreement(scores: Tensor, edges: Tensor, nodes: Tensor) -> Agreement:
     )
 
 
+def above(scores: Tensor, edges: Tensor, nodes: Tensor, tau: float) -> tuple[float, float]:
+    """Which share of the edges, and of the other pairs, DAPD would take for edges.
+
+    These are the pairs, in either order, whose score exceeds `tau` times the largest of the first node.
+    Arguments as in `agreement`.
+    """
+    pairs = nodes[:, :, None] & nodes[:, None, :] & ~torch.eye(len(edges), dtype=torch.bool)
+    scores = scores.masked_fill(~pairs, 0.0)
+    taken = scores > tau * scores.amax(-1, keepdim=True)
+    return taken[pairs & edges].double().mean().item(), taken[pairs & ~edges].double().mean().item()
+
+
 def attention_scores(
     model: MaskedLM, prompts: Tensor, answers: Tensor, masked: Tensor, layers: float | list[int]
 ) -> Tensor:
@@ -169,6 +182,22 @@ def measure(task: Task, generator: torch.Generator) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What DAPD's threshold makes of the scores of fully masked answers: shares that it takes for edges."""
+
+    task: str
+    tau: float
+    edges: float
+    others: float
+
+
+def thresholds(task: Task) -> list[Taken]:
+    masked = torch.ones_like(task.answers, dtype=torch.bool)
+    scores = attention_scores(task.model, task.prompts, task.answers, masked, SHARE)
+    return [Taken(task.name, tau, *above(scores, task.edges, task.variables, tau)) for tau in TAUS]
+
+
 def tables(rows: list[Row]) -> str:
     """A table for each task: a line for each choice of layers, a column for each mask ratio."""
     parts = []
@@ -186,6 +215,11 @@ def tables(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def threshold_table(taken: list[Taken]) -> str:
+    lines = [[t.task, f"{t.tau:g}", f"{t.edges:.1%}", f"{t.others:.1%}"] for t in taken]
+    return table(["", "tau", "true edges", "other pairs"], lines, left=1)
+
+
 def plot(task: Task, file: Path) -> None:
     """The graph of mrf9 beside that of a fully masked sequence. Needs matplotlib, of the extra "bench"."""
     from matplotlib import pyplot
@@ -201,13 +235,13 @@ def plot(task: Task, file: Path) -> None:
             color = "tab:blue" if task.edges[i, j] else "tab:red"
             # A straight line from X1 to X3 would run through X2.
             distance = place[j][0] - place[i][0] if place[i][1] == place[j][1] else 1.0
-            bow = (-0.2 if place[i][1] == 0.0 else 0.2) * (distance - 1)
+            bow = (-0.1 if place[i][1] == 0.0 else 0.1) * (distance - 1)
             style = {"arrowstyle": "-", "color": color, "linewidth": 6 * weight[i, j].item()}
             style["connectionstyle"] = f"arc3,rad={bow}"
             axes.annotate("", place[i], place[j], arrowprops=style)
         for name, (x, y) in zip(NAMES, place, strict=True):
             axes.text(x, y, name, ha="center", va="center", bbox={"boxstyle": "circle", "facecolor": "white"})
-        axes.set(xlim=(-0.4, LINKS + 0.4), ylim=(-0.6, 1.9), title=title)
+        axes.set(xlim=(-0.4, LINKS + 0.4), ylim=(-0.6, 1.7), title=title)
         axes.axis("off")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
@@ -226,13 +260,21 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(options.seed)
     mrf9 = mrf9_task(models.load_model(options.model), options.samples, generator)
-    rows = measure(mrf9, generator)
-    rows += measure(chains4_task(options.samples, generator), generator)
+    tasks = (mrf9, chains4_task(options.samples, generator))
+    rows = [row for task in tasks for row in measure(task, generator)]
+    taken = [one for task in tasks for one in thresholds(task)]
     print("edge AUC, mean score of edges / of other pairs, degrees in the wrong order\n")
     print(tables(rows))
+    print("\npairs whose score exceeds tau times the row's largest, all masked\n")
+    print(threshold_table(taken))
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "mrf9.json"
-    results = {"samples": options.samples, "paper": asdict(PAPER), "rows": [asdict(row) for row in rows]}
+    results = {
+        "samples": options.samples,
+        "paper": asdict(PAPER),
+        "rows": [asdict(row) for row in rows],
+        "thresholds": [asdict(one) for one in taken],
+    }
     file.write_text(json.dumps(results, indent=1) + "\n")
     plot(mrf9, file.with_suffix(".png"))
     print(f"\nwritten: {file}, {file.with_suffix('.png')}")

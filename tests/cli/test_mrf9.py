@@ -68,6 +68,18 @@ def test_agreement_weighs_graphs_alike_but_pairs_alike_in_the_ratio() -> None:
     assert found.ratio == pytest.approx((0.9 / 4) / (0.9 / 2))
 
 
+def test_threshold_is_relative_to_the_row() -> None:
+    """Row maxima .4, .4, .2: the last edge is half of one row's and all of the other's."""
+    scores = graph(3, (0, 1, 0.4), (1, 2, 0.2), (0, 2, 0.1))[None]
+    assert mrf9.above(scores, PATH, ALL, 0.3) == (1.0, 0.5)
+    assert mrf9.above(scores, PATH, ALL, 0.2) == (1.0, 1.0)
+    assert mrf9.above(scores, PATH, ALL, 0.6) == (0.75, 0.0)
+    # Nodes that do not count set no maximum.
+    wide = graph(4, (0, 1, 0.4), (1, 2, 0.2), (0, 2, 0.1), (0, 3, 9.0))[None]
+    edges = graph(4, (0, 1, 1.0), (1, 2, 1.0)) > 0
+    assert mrf9.above(wide, edges, torch.tensor([[True, True, True, False]]), 0.3) == (1.0, 0.5)
+
+
 def test_edges_are_the_triangles_of_the_links() -> None:
     edges = mrf9.mrf9_edges()
     assert torch.equal(edges, edges.T)
@@ -135,6 +147,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rows) == 2 * 6 * len(mrf9.MASK_RATIOS)
     first = rows[0]
     assert (first["task"], first["layers"], first["mask_ratio"]) == ("mrf9", "last 30%", 1.0)
+    assert [row["tau"] for row in results["thresholds"]] == 2 * list(mrf9.TAUS)
     out = capsys.readouterr().out
     assert f"| last 30% | {first['auc']:.3f}, {first['ratio']:.2f}, {first['violations']:.3f} |" in out
     assert "| paper | 0.928, 2.20, 0.040 |" in out
