@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,15 @@ def test_keys_hidden_anywhere() -> None:
     rows = torch.tensor([[2, 6], [0, 3]])[:, None, :, None].expand(2, 4, 2, 8)
     block.add(q.gather(2, rows), k, key_mask=key_mask, scale=0.3)
     assert_close(block.scores(), graph.scores()[:, :1, :1], 1e-12)
+
+
+def test_a_log_sum_exp_is_taken_as_it_is() -> None:
+    q, k, _ = projections(torch.float64, n=7)
+    lse = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).logsumexp(-1)
+    graph, halved = AttentionGraph(every_position(1, 7)), AttentionGraph(every_position(1, 7))
+    graph.add(q, k)
+    halved.add(q, k, lse=lse + math.log(2))
+    assert_close(halved.scores() * 2, graph.scores(), 1e-12)
 
 
 def test_attention_maps() -> None:

@@ -44,11 +44,14 @@ def bert(implementation: str = "sdpa", **changes: Any) -> PreTrainedModel:
 
 
 def llama(implementation: str = "sdpa", **changes: Any) -> PreTrainedModel:
-    """Grouped heads; causal unless told otherwise."""
+    """Grouped heads and an unusual scale; causal unless told otherwise."""
     torch.manual_seed(0)
     config = LlamaConfig(**{**SIZES, "num_key_value_heads": 2, "initializer_range": 0.5, **changes})
     config._attn_implementation = implementation
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.2
+    return model
 
 
 def modernbert(implementation: str = "sdpa") -> PreTrainedModel:
