@@ -268,6 +268,31 @@ void run_confidence_select(int dtype, std::int64_t B, std::int64_t n, int rule) 
   }
 }
 
+void run_dapd_select(int dtype, std::int64_t B, std::int64_t M, Layout layout) {
+  const auto often = [](double share) { return [=] { return uniform() < share; }; };
+  // Few values, so that there are ties.
+  const Tensor scores = std::move(Tensor(dtype, {B, M, M}, layout).fill([] {
+    const double x = std::floor(uniform() * 100);
+    return x == 0 ? NAN : x == 1 ? INFINITY : x == 2 ? -INFINITY : x;
+  }));
+  const Tensor confidence = std::move(Tensor(dtype, {B, M}, {2, 1, 1}).fill([] {
+    const double c = std::floor(uniform() * 20) / 19;
+    return c == 0 ? NAN : c;
+  }));
+  const Tensor valid = std::move(Tensor(DLMKERN_BOOL, {B, M}, {3, 0, 1}).fill(often(0.8)));
+  const Tensor tau = std::move(Tensor(DLMKERN_FLOAT64, {B}, {2, 0, 0}).fill(uniform));
+  const Tensor certain = std::move(Tensor(DLMKERN_FLOAT64, {B}).fill([] { return 0.95; }));
+  const Tensor late = std::move(Tensor(DLMKERN_FLOAT64, {B}).fill([] { return 1; }));
+  const Tensor selected(DLMKERN_BOOL, {B, M}, {2, 0, 0});
+  const Workspace w(dlmkern_cuda_dapd_select_workspace(B, M));
+  for (const int symmetric : {0, 1}) {
+    const dlmkern_view* const given = symmetric == 0 ? static_cast<const dlmkern_view*>(valid) : nullptr;
+    check("dapd_select", dlmkern_cuda_dapd_select(scores, confidence, given, tau, certain, late, symmetric,
+                                                  selected, w.data(), w.bytes(), nullptr));
+    selected.add_to_hash();
+  }
+}
+
 struct CacheShape {
   std::int64_t B, H, L, n, d;
 };
@@ -324,6 +349,11 @@ int main(int argc, char** argv) {
     for (const std::int64_t n : {0, 1, 2, 31, 64, 65}) run_confidence_select(DLMKERN_FLOAT32, 2, n, rule);
     run_confidence_select(DLMKERN_FLOAT64, 2, 1100, rule);  // several positions a thread
   }
+  for (const int dtype : {DLMKERN_FLOAT64, DLMKERN_FLOAT32}) {
+    for (const std::int64_t M : {0, 1, 2, 31, 64, 65}) run_dapd_select(dtype, 2, M, kLayouts[layout++ % 4]);
+    run_dapd_select(dtype, 0, 3, kLayouts[0]);
+  }
+  run_dapd_select(DLMKERN_FLOAT32, 1, 600, kLayouts[0]);  // a scan beyond shared memory
   for (const int dtype : {DLMKERN_FLOAT64, DLMKERN_FLOAT32, DLMKERN_BFLOAT16, DLMKERN_FLOAT16}) {
     for (const Layout& each : kLayouts) {
       if (each.gap > 100) continue;  // of a row of tokens
