@@ -235,6 +235,32 @@ def block_attention(device: torch.device, quick: bool) -> Iterator[Case]:
         )
 
 
+def attention_graph(device: torch.device, quick: bool) -> Iterator[Case]:
+    heads, size = 32, 128
+    shapes = ((256, torch.float32), (1024, torch.float32), (1024, torch.bfloat16), (4096, torch.float32))
+    for length, dtype in shapes[:1] if quick else shapes:
+        generator = torch.Generator(device).manual_seed(0)
+        q, k = (
+            torch.randn(1, heads, length, size, generator=generator, device=device).to(dtype) for _ in "qk"
+        )
+        chosen = torch.randperm(length, generator=generator, device=device)[: length // 2]
+        positions = chosen.sort().values[None]
+        lse = torch.cat(
+            [(q[:, h].float() @ k[:, h].float().mT / size**0.5).logsumexp(-1) for h in range(heads)]
+        )[None]
+        name = (
+            f"M = {length // 2} of L = {length}, {heads} heads of {size}, {str(dtype).removeprefix('torch.')}"
+        )
+        for detail, options in (("", {}), (", lse given", {"lse": lse})):
+            yield Case(
+                "attention_graph",
+                name + detail,
+                partial(dlmkern.attention_graph, q, k, positions, **options),  # type: ignore[arg-type]
+                eager.attention_graph,
+                (q, k, positions),
+            )
+
+
 ALL = (
     token_stats,
     conflict_free,
@@ -246,6 +272,7 @@ ALL = (
     dapd_select,
     kv_block_write,
     block_attention,
+    attention_graph,
 )
 
 

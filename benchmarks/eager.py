@@ -114,6 +114,15 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
     return (torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),)
 
 
+def attention_graph(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+    """The mean over heads of the whole attention map, and of it the positions' rows and columns."""
+    heads = q.shape[1] // k.shape[1]
+    scores = (q @ k.repeat_interleave(heads, dim=1).mT).float() / q.shape[-1] ** 0.5
+    weights = torch.softmax(scores, dim=-1).mean(dim=1)
+    sequence = torch.arange(len(q), device=q.device)[:, None, None]
+    return weights[sequence, positions[:, :, None], positions[:, None, :]]
+
+
 def topk_snapshot(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k likeliest tokens, their log-probabilities, and what is left, spread evenly."""
     log_prob = torch.log_softmax(logits.double(), dim=-1)
