@@ -305,10 +305,12 @@ DLMKERN_API int dlmkern_cuda_kv_block_write(const dlmkern_view* k_cache, const d
  *   k          [B, Hkv, L, d] same dtype; Hkv divides Hq, query head h goes with key head h / (Hq / Hkv)
  *   positions  [B, M] int64: the place of each position's key
  *   rows       [B, M] int64: the row of q with its query; or NULL, then it is the place, and n == L
- *   lengths    [B] int64: the keys of a sequence end there, whatever lies beyond; NULL for L. Below 0 is 0,
- * and above L is L lse        [B, Hq, n] float64 for float64 q, else float32: log sum exp(scale q k) over the
- * keys, in nats; or NULL, then it is computed scale      finite out        [B, M, M] float64 for float64 q,
- * else float32, in and out
+ *   lengths    [B] int64: the keys of a sequence end there, whatever lies beyond; NULL for L.
+ *              Below 0 is 0, and above L is L
+ *   lse        [B, Hq, n] float64 for float64 q, else float32: log sum exp(scale q k) over the keys,
+ *              in nats; or NULL, then it is computed
+ *   scale      finite
+ *   out        [B, M, M] float64 for float64 q, else float32, in and out
  *
  * Positions with a place outside [0, length) or a row outside [0, n) are padding. For all others
  * out_ij += 1/Hq sum_h exp(scale q_h,row(i) k_h,place(j) - lse_h,row(i)); nothing else is written. Products
@@ -322,10 +324,12 @@ DLMKERN_API int dlmkern_cpu_attention_graph(const dlmkern_view* q, const dlmkern
 /* -----------------------------------------------------------------------------------------------------------
  * dapd_select: one commit step of DAPD, an independent set of the graph that attention draws.
  *
- *   scores      [B, M, M] float32|float64: attention as attention_graph adds it up; only its proportions
- * matter confidence  [B, M] float32|float64 valid       [B, M] bool, or NULL for all: positions that may be
- * committed tau, certain, late  [B] float64 each symmetric   0: an edge is tested from the candidate's side
- * (official); 1: from either side selected    [B, M] bool, out
+ *   scores      [B, M, M] float32|float64: attention as attention_graph adds it up, to any scale
+ *   confidence  [B, M] float32|float64
+ *   valid       [B, M] bool, or NULL for all: positions that may be committed
+ *   tau, certain, late  [B] float64 each
+ *   symmetric   0: an edge is tested from the candidate's side (official); 1: from either side
+ *   selected    [B, M] bool, out
  *
  * In float64. w(x) is x, or 0 if float32 can't hold it (beyond its largest number, infinite or NaN). The
  * candidates are the valid positions of finite confidence c; over pairs of them
