@@ -123,8 +123,11 @@ class AttentionGraph:
         """Add a layer by its attention weights `[R, H, n, L]`, as `output_attentions=True` returns them.
 
         Raises:
+            TypeError: it is not a tensor.
             ValueError: a shape does not fit.
         """
+        if not isinstance(attention, Tensor):
+            raise TypeError(f"attention must be a tensor, got {type(attention).__name__}")
         if attention.dim() != 4:
             raise ValueError(f"attention must have shape [R, H, n, L], got {list(attention.shape)}")
         batch, (n, length) = len(self.positions), attention.shape[2:]

@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
-from weakref import WeakSet
+from typing import Any, TypeGuard
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ REFUSED = {"position_bias": "a position bias", "s_aux": "attention sinks", "soft
 """Arguments of attention functions that the graph knows nothing of."""
 
 
-def supports_graph(model: object) -> bool:
+def supports_graph(model: object) -> TypeGuard[PreTrainedModel]:
     """Whether `feeding` can feed a graph from it.
 
     It can for a decoder-only or encoder-only model of transformers (4.54 or newer) whose attention goes
@@ -85,21 +85,24 @@ def check_bidirectional(attentions: Sequence[Tensor], model: object) -> None:
     Args:
         attentions: maps `[B, H, n, L]` of the layers, as `output_attentions=True` returns them. One of a
             single position says nothing.
-        model: what made them, an object that can be hashed and weakly referenced.
+        model: what made them. One that cannot be weakly referenced is checked each time.
 
     Raises:
         ValueError: above the diagonal all weights of a layer are zero; names the model's class.
     """
-    maps = [attention for attention in attentions if attention.shape[-1] > 1]
-    if model in _bidirectional or not maps:
+    maps = [
+        attention for attention in attentions if isinstance(attention, Tensor) and attention.shape[-1] > 1
+    ]
+    if id(model) in _bidirectional or not maps:
         return
     if any(not attention.triu(1).any() for attention in maps):
         raise _causal(model)
-    _bidirectional.add(model)
+    with contextlib.suppress(TypeError):  # no weak reference
+        _bidirectional[id(model)] = model
 
 
-_bidirectional: WeakSet[Any] = WeakSet()
-"""Models whose attention was looked at."""
+_bidirectional: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Models whose attention was looked at, by their id: not all can be hashed."""
 
 
 def _causal(model: object) -> ValueError:
@@ -170,7 +173,7 @@ class _Feed:
     def key_mask(self, mask: Tensor, rows: int, layer: int) -> Tensor:
         """Bool `[rows, L]` from the mask of SDPA, `[rows or 1, H or 1, n, L]`."""
         seen = mask if mask.dtype == torch.bool else mask == 0
-        if mask.device.type == "cpu" or self.model not in _bidirectional:
+        if mask.device.type == "cpu" or id(self.model) not in _bidirectional:
             if mask.dtype != torch.bool and (mask[~seen] > HIDDEN).any():
                 raise self.error(f"a bias of the attention in layer {layer}, which a graph cannot represent")
             if (seen != seen[:, :1, :1]).any():
@@ -187,7 +190,7 @@ class _Feed:
                 "expected one forward pass"
             )
         if self.masked:
-            _bidirectional.add(self.model)
+            _bidirectional[id(self.model)] = self.model
 
     def error(self, what: str) -> ValueError:
         return ValueError(f"{type(self.model).__name__} had {what}")

@@ -535,6 +535,8 @@ def test_bad_layers() -> None:
         graph.add_map(q[0])
     with pytest.raises(ValueError, match="the graph needs rows, as the pass computes 5 of 8 positions"):
         graph.add_map(q)
+    with pytest.raises(TypeError, match="attention must be a tensor, got NoneType"):
+        graph.add_map(None)  # type: ignore[arg-type]
 
 
 def test_no_layer_was_added() -> None:

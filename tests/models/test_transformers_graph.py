@@ -299,3 +299,22 @@ def test_attention_maps_are_checked_once_for_each_model() -> None:
     check_bidirectional(triangles, model)  # known by now
     with pytest.raises(ValueError, match="causal attention"):
         check_bidirectional([maps[0], triangles[1]], causal)
+
+
+def test_attention_maps_of_models_that_cannot_be_hashed_or_referenced() -> None:
+    maps = bert("eager")(ids(2, 9), output_attentions=True).attentions
+
+    class Unhashable(list[int]):
+        pass
+
+    for model, times in ((Unhashable(), 1), ((), 2)):
+        looks = []
+
+        class Map(Tensor):
+            def triu(self, *args: Any, looks: list[int] = looks) -> Tensor:
+                looks.append(1)
+                return super().triu(*args)
+
+        for _ in range(2):
+            check_bidirectional([maps[0].as_subclass(Map), None], model)  # type: ignore[list-item]
+        assert len(looks) == times
