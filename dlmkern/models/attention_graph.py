@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import dlmkern.ops  # noqa: F401  # defines the op
+from dlmkern.ops._check import is_int, is_number
 
 # Without the checks of `dlmkern.attention_graph`: the forward pass has made them.
 _attention_graph = torch.ops.dlmkern.attention_graph.default
@@ -53,9 +54,7 @@ class AttentionGraph:
             )
         self.positions = positions
         self.rows = rows
-        self.layers = layers if isinstance(layers, float) else _indices(layers)
-        if isinstance(layers, float) and not 0 < layers <= 1:
-            raise ValueError(f"layers must be a share in (0, 1] or indices of layers, got {layers!r}")
+        self.layers = _indices(layers) if isinstance(layers, Collection) else _share(layers)
         self._sum: Tensor | None = None
         self._added = 0
 
@@ -182,11 +181,17 @@ def _left_aligned(k: Tensor, positions: Tensor, key_mask: Tensor) -> tuple[Tenso
     return k, place, key_mask.sum(-1)
 
 
+def _share(layers: float) -> float:
+    if not is_number(layers):
+        raise TypeError(f"layers must be a number or a collection of ints, got {layers!r}")
+    if not 0 < layers <= 1:
+        raise ValueError(f"layers must be a share in (0, 1] or indices of layers, got {layers!r}")
+    return float(layers)
+
+
 def _indices(layers: Collection[int]) -> frozenset[int]:
-    if not isinstance(layers, Collection) or isinstance(layers, str | bytes):
-        raise TypeError(f"layers must be a float or a collection of ints, got {layers!r}")
-    if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in layers):
-        raise TypeError(f"layers must be a float or a collection of ints, got {layers!r}")
+    if any(not is_int(layer) for layer in layers):
+        raise TypeError(f"layers must be a number or a collection of ints, got {layers!r}")
     if not layers or min(layers) < 0:
         raise ValueError(f"layers must be a share in (0, 1] or indices of layers, got {layers!r}")
     return frozenset(layers)

@@ -181,7 +181,7 @@ def test_a_block_pass_over_nothing_stale_is_the_whole_pass(model: MaskedLM) -> N
 
 
 @pytest.mark.parametrize(
-    ("share", "n_layers", "first"), [(0.3, 4, 2), (0.3, 28, 19), (0.3, 32, 22), (1.0, 5, 0), (0.01, 5, 4)]
+    ("share", "n_layers", "first"), [(0.3, 4, 2), (0.3, 28, 19), (0.3, 32, 22), (1, 5, 0), (0.01, 5, 4)]
 )
 def test_a_share_of_the_layers(share: float, n_layers: int, first: int) -> None:
     graph = AttentionGraph(every_position(1, 1), share)
@@ -460,10 +460,11 @@ def test_tracing(checkpoint: Checkpoint) -> None:
         ({"layers": float("nan")}, ValueError, "layers must be a share"),
         ({"layers": ()}, ValueError, "layers must be a share"),
         ({"layers": [-1]}, ValueError, "layers must be a share"),
-        ({"layers": 3}, TypeError, "layers must be a float or a collection of ints, got 3"),
-        ({"layers": "12"}, TypeError, "layers must be a float or a collection of ints, got '12'"),
-        ({"layers": [0.3]}, TypeError, "layers must be a float or a collection of ints"),
-        ({"layers": [True]}, TypeError, "layers must be a float or a collection of ints"),
+        ({"layers": 3}, ValueError, "layers must be a share in .* got 3"),
+        ({"layers": True}, TypeError, "layers must be a number or a collection of ints, got True"),
+        ({"layers": "12"}, TypeError, "layers must be a number or a collection of ints, got '12'"),
+        ({"layers": [0.3]}, TypeError, "layers must be a number or a collection of ints"),
+        ({"layers": [True]}, TypeError, "layers must be a number or a collection of ints"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
