@@ -25,6 +25,8 @@ constexpr int64_t kPackedBytes = 4 << 20;  // about so many of keys are packed a
 constexpr double kParallelProducts = 64 * kParallelWork;  // fewer are left to one thread
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+int64_t size_of(const std::vector<int64_t>& list) { return static_cast<int64_t>(list.size()); }
 
 struct Arguments {
   const dlmkern_view &q, &k, &positions;
@@ -41,7 +43,7 @@ using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <class Scalar>
 class Scratch {
  public:
-  explicit Scratch(std::initializer_list<int64_t> shape) {
+  void allocate(std::initializer_list<int64_t> shape) {
     int64_t bytes = sizeof(Scalar);
     for (const int64_t size : shape) {
       if (__builtin_mul_overflow(bytes, size, &bytes)) throw std::bad_alloc();
@@ -59,39 +61,48 @@ class Scratch {
 };
 
 // What of a sequence is not padding.
-struct Selection {
+class Selection {
+ public:
+  Selection(int64_t L, int64_t M) : column_of_(static_cast<size_t>(L)) {
+    keys.reserve(static_cast<size_t>(L));
+    for (auto* const list : {&entries, &rows, &columns}) list->reserve(static_cast<size_t>(M));
+  }
+
+  // Allocates nothing.
+  void select(const Arguments& a, int64_t b) {
+    const int64_t n = a.q.shape[2], L = a.k.shape[2], M = a.positions.shape[1];
+    const int64_t end = a.lengths == nullptr ? L : std::clamp<int64_t>(read_int64(*a.lengths, b), 0, L);
+    for (auto* const list : {&entries, &rows, &columns, &keys}) list->clear();
+    std::fill(column_of_.begin(), column_of_.end(), -1);
+    for (int64_t i = 0; i < M; ++i) {
+      const int64_t place = read_int64(a.positions, b, i);
+      const int64_t row = a.rows == nullptr ? place : read_int64(*a.rows, b, i);
+      if (place < 0 || place >= end || row < 0 || row >= n) continue;
+      add_key(place);
+      entries.push_back(i);
+      rows.push_back(row);
+      columns.push_back(column_of_[place]);
+    }
+    wanted = static_cast<int64_t>(keys.size());
+    if (a.lse != nullptr) return;
+    for (int64_t place = 0; place < end; ++place) add_key(place);
+  }
+
   std::vector<int64_t> entries;  // those of `positions`
   std::vector<int64_t> rows;     // of q, one an entry
   std::vector<int64_t> columns;  // of the scores, one an entry
   std::vector<int64_t> keys;     // the place of every column's key: the entries' come first, each once
   int64_t wanted = 0;            // how many these are
-};
 
-Selection select(const Arguments& a, int64_t b) {
-  const int64_t n = a.q.shape[2], L = a.k.shape[2], M = a.positions.shape[1];
-  const int64_t end = a.lengths == nullptr ? L : std::clamp<int64_t>(read_int64(*a.lengths, b), 0, L);
-  Selection selection;
-  std::vector<int64_t> column(static_cast<size_t>(end), -1);
-  const auto add_key = [&](int64_t place) {
-    if (column[place] >= 0) return;
-    column[place] = static_cast<int64_t>(selection.keys.size());
-    selection.keys.push_back(place);
-  };
-  for (int64_t i = 0; i < M; ++i) {
-    const int64_t place = read_int64(a.positions, b, i);
-    const int64_t row = a.rows == nullptr ? place : read_int64(*a.rows, b, i);
-    if (place < 0 || place >= end || row < 0 || row >= n) continue;
-    add_key(place);
-    selection.entries.push_back(i);
-    selection.rows.push_back(row);
-    selection.columns.push_back(column[place]);
+ private:
+  void add_key(int64_t place) {
+    if (column_of_[place] >= 0) return;
+    column_of_[place] = static_cast<int64_t>(keys.size());
+    keys.push_back(place);
   }
-  selection.wanted = static_cast<int64_t>(selection.keys.size());
-  if (a.lse == nullptr) {
-    for (int64_t place = 0; place < end; ++place) add_key(place);
-  }
-  return selection;
-}
+
+  std::vector<int64_t> column_of_;  // every place's, -1 for none
+};
 
 template <class T>
 Wide<T> widen(T value) {
@@ -143,128 +154,131 @@ struct RowSum {
   Scalar shift() const { return std::min(max, kLargest); }  // -inf stays: there is no distribution then
 };
 
-// One sequence. Rows are its entries, in order; a head's packed keys lie panel after panel.
+// All memory is allocated before anything is written. Then sequence follows sequence; rows are its entries,
+// in order, and a head's packed keys lie panel after panel.
 template <class T>
-class SequenceGraph {
+class AttentionGraph {
   using Scalar = Wide<T>;
 
  public:
-  SequenceGraph(const Arguments& a, int64_t b, const ScoreKernels<Scalar>& kernels)
-      : a_(a), b_(b), size_(a.q.shape[3]), kernels_(kernels), selection_(select(a, b)) {
-    const int64_t columns = kernels.columns, block = kBlockPanels * columns;
-    rows_ = static_cast<int64_t>(selection_.entries.size());
-    keys_ = static_cast<int64_t>(selection_.keys.size());
-    panels_ = ceil_div(keys_, columns);
-    width_ = ceil_div(selection_.wanted, columns) * columns;
-    kept_ = ceil_div(selection_.wanted, block) * block;
-    stride_ = kept_ + block + columns;  // rows a power of two apart would share their places in the cache
+  AttentionGraph(const Arguments& a, const ScoreKernels<Scalar>& kernels)
+      : a_(a), kernels_(kernels), size_(a.q.shape[3]), selection_(a.k.shape[2], a.positions.shape[1]) {
+    const int64_t L = a.k.shape[2], M = a.positions.shape[1], columns = kernels.columns;
+    const int64_t wanted = std::min(L, M), keys = a.lse == nullptr ? L : wanted;  // at most
+    const double products = static_cast<double>(a.q.shape[1]) * M * keys * size_;
+    threads_ = products > kParallelProducts ? thread_count() : 1;
+    tile_rows_ = std::min(kTileRows, round_up(ceil_div(M, threads_), kernels.rows));
+    block_ = kBlockPanels * columns;
+    stride_ = round_up(wanted, block_) + block_ + columns;  // a power of two would be bad for the cache
+    head_size_ = round_up(keys, columns) * size_;
+    const double head_bytes = static_cast<double>(head_size_) * sizeof(Scalar);
+    together_ = std::clamp<int64_t>(kPackedBytes / head_bytes, 1, a.k.shape[1]);
+    keys_.allocate({together_, head_size_});
+    queries_.allocate({threads_, tile_rows_, size_});
+    scores_.allocate({threads_, tile_rows_, stride_});
+    weights_.allocate({threads_, tile_rows_, stride_});
   }
 
-  void run() const {
-    if (rows_ == 0) return;
-    const int64_t key_heads = a_.k.shape[1], columns = kernels_.columns;
-    const double head_bytes = static_cast<double>(panels_ * columns) * size_ * sizeof(Scalar);
-    const int64_t together = std::clamp<int64_t>(kPackedBytes / head_bytes, 1, key_heads);
-    const double products = static_cast<double>(a_.q.shape[1]) * rows_ * keys_ * size_;
-    const int64_t threads = products > kParallelProducts ? thread_count() : 1;
-    const int64_t tiles = ceil_div(rows_, kTileRows);
-
-    const Scratch<Scalar> keys({together, panels_, columns, size_});
-    const Scratch<Scalar> queries({threads, kTileRows, size_});
-    const Scratch<Scalar> scores({threads, kTileRows, stride_}), weights({threads, kTileRows, width_});
-    for (int64_t first = 0; first < key_heads; first += together) {
-      const int64_t heads = std::min(together, key_heads - first);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-      for (int64_t p = 0; p < heads * panels_; ++p) {
-        pack_keys(first + p / panels_, p % panels_, keys + p * columns * size_);
+  void add_sequence(int64_t b) {
+    selection_.select(a_, b);
+    const int64_t rows = size_of(selection_.rows),
+                  panels = ceil_div(size_of(selection_.keys), kernels_.columns);
+    for (int64_t first = 0; first < a_.k.shape[1]; first += together_) {
+      const int64_t heads = std::min(together_, a_.k.shape[1] - first);
+#pragma omp parallel for schedule(static) num_threads(threads_) if (threads_ > 1)
+      for (int64_t i = 0; i < heads * panels; ++i) {
+        pack_keys(b, first + i / panels, i % panels, keys_ + i / panels * head_size_);
       }
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t thread = thread_index();
-        add_tile(tile * kTileRows, first, heads, keys + 0, queries + thread * kTileRows * size_,
-                 scores + thread * kTileRows * stride_, weights + thread * kTileRows * width_);
+#pragma omp parallel for schedule(dynamic) num_threads(threads_) if (threads_ > 1)
+      for (int64_t row = 0; row < rows; row += tile_rows_) {
+        add_tile(b, row, std::min(tile_rows_, rows - row), first, heads);
       }
     }
   }
 
  private:
-  void pack_keys(int64_t head, int64_t p, Scalar* panel) const {
-    const int64_t first = p * kernels_.columns;
-    pack(address_of<T>(a_.k, b_, head), a_.k.stride + 2, selection_.keys.data() + first, keys_ - first,
-         kernels_.columns, size_, Scalar{1}, panel);
+  void pack_keys(int64_t b, int64_t head, int64_t panel, Scalar* packed) const {
+    const int64_t first = panel * kernels_.columns;
+    pack(address_of<T>(a_.k, b, head), a_.k.stride + 2, selection_.keys.data() + first,
+         size_of(selection_.keys) - first, kernels_.columns, size_, Scalar{1}, packed + first * size_);
   }
 
-  // Adds some key heads' share to the rows of `out` from `first_row` on.
-  void add_tile(int64_t first_row, int64_t first_head, int64_t heads, const Scalar* keys, Scalar* queries,
-                Scalar* scores, Scalar* weights) const {
-    const int64_t count = std::min(kTileRows, rows_ - first_row);
+  // Adds some key heads' share to `count` rows of `out`.
+  void add_tile(int64_t b, int64_t first_row, int64_t count, int64_t first_head, int64_t heads) const {
+    const int64_t scratch_row = thread_index() * tile_rows_;
+    Scalar* const queries = queries_ + scratch_row * size_;
+    Scalar* const scores = scores_ + scratch_row * stride_;
+    Scalar* const weights = weights_ + scratch_row * stride_;
+    const int64_t* const rows = selection_.rows.data() + first_row;
     const int64_t query_heads = a_.q.shape[1], group = query_heads / a_.k.shape[1];
-    std::fill(weights, weights + count * width_, Scalar{0});
+    const int64_t width = round_up(selection_.wanted, kernels_.columns);
+
+    std::fill(weights, weights + count * stride_, Scalar{0});
     for (int64_t h = 0; h < heads * group; ++h) {
       const int64_t head = first_head * group + h;
       for (int64_t i = 0; i < count; i += kernels_.rows) {
-        pack(address_of<T>(a_.q, b_, head), a_.q.stride + 2, selection_.rows.data() + first_row + i,
-             count - i, kernels_.rows, size_, static_cast<Scalar>(a_.scale), queries + i * size_);
+        pack(address_of<T>(a_.q, b, head), a_.q.stride + 2, rows + i, count - i, kernels_.rows, size_,
+             static_cast<Scalar>(a_.scale), queries + i * size_);
       }
       RowSum<Scalar> sums[kTileRows];
-      score_tile(queries, keys + h / group * panels_ * kernels_.columns * size_, count, scores, sums);
+      score_tile(queries, keys_ + h / group * head_size_, count, scores, sums);
       for (int64_t i = 0; i < count; ++i) {
-        Scalar shift;
-        double sum = 1;
+        Scalar shift = sums[i].shift();
+        double sum = sums[i].sum;
         if (a_.lse != nullptr) {
-          shift = load(address_of<Scalar>(*a_.lse, b_, head, selection_.rows[first_row + i]));
-        } else {
-          shift = sums[i].shift();
-          sum = sums[i].sum;
+          shift = load(address_of<Scalar>(*a_.lse, b, head, rows[i]));
+          sum = 1;
         }
         const auto share = static_cast<Scalar>(1 / (sum * static_cast<double>(query_heads)));
-        kernels_.add_weights(scores + i * stride_, width_, shift, share, weights + i * width_);
+        kernels_.add_weights(scores + i * stride_, width, shift, share, weights + i * stride_);
       }
     }
-    for (int64_t i = 0; i < count; ++i) add_row(first_row + i, weights + i * width_);
+    for (int64_t i = 0; i < count; ++i) add_row(b, first_row + i, weights + i * stride_);
   }
 
-  void add_row(int64_t row, const Scalar* weights) const {
-    Scalar* const out = address_of<Scalar>(a_.out, b_, selection_.entries[row]);
+  // Computes a head's scores, keeps those of the wanted keys, and sums up all of them unless `lse` is given.
+  void score_tile(const Scalar* queries, const Scalar* keys, int64_t count, Scalar* scores,
+                  RowSum<Scalar>* sums) const {
+    const int64_t rows = kernels_.rows, columns = kernels_.columns, all = size_of(selection_.keys);
+    const int64_t kept = round_up(selection_.wanted, block_);
+    for (int64_t first = 0; first < all; first += block_) {
+      const int64_t width = std::min(block_, round_up(all - first, columns));
+      Scalar* const block = scores + std::min(first, kept);  // those that are not kept take turns
+      for (int64_t j = 0; j < width; j += columns) {
+        for (int64_t i = 0; i < count; i += rows) {
+          kernels_.tile(queries + i * size_, keys + (first + j) * size_, size_, block + i * stride_ + j,
+                        stride_);
+        }
+      }
+      if (a_.lse != nullptr) continue;
+      for (int64_t i = 0; i < count; ++i) {
+        Scalar* const row = block + i * stride_;
+        std::fill(row + std::min(width, all - first), row + width, -RowSum<Scalar>::kInfinity);
+        sums[i].add(kernels_, row, width);
+      }
+    }
+  }
+
+  void add_row(int64_t b, int64_t row, const Scalar* weights) const {
+    Scalar* const out = address_of<Scalar>(a_.out, b, selection_.entries[row]);
     const int64_t *const entries = selection_.entries.data(), *const columns = selection_.columns.data();
-    const int64_t stride = a_.out.stride[2], count = rows_;
+    const int64_t stride = a_.out.stride[2], count = size_of(selection_.entries);
     for (int64_t j = 0; j < count; ++j) {
       Scalar* const address = out + entries[j] * stride;
       store(address, load(address) + weights[columns[j]]);
     }
   }
 
-  // Computes a head's scores, keeps those of the wanted keys, and sums up all of them unless `lse` is given.
-  void score_tile(const Scalar* queries, const Scalar* keys, int64_t count, Scalar* scores,
-                  RowSum<Scalar>* sums) const {
-    const int64_t rows = kernels_.rows, columns = kernels_.columns;
-    for (int64_t first = 0; first < panels_; first += kBlockPanels) {
-      const int64_t last = std::min(first + kBlockPanels, panels_);
-      Scalar* const block = scores + std::min(first * columns, kept_);
-      for (int64_t p = first; p < last; ++p) {
-        for (int64_t i = 0; i < count; i += rows) {
-          kernels_.tile(queries + i * size_, keys + p * columns * size_, size_,
-                        block + i * stride_ + (p - first) * columns, stride_);
-        }
-      }
-      if (a_.lse != nullptr) continue;
-      const int64_t width = (last - first) * columns, filled = std::min(width, keys_ - first * columns);
-      for (int64_t i = 0; i < count; ++i) {
-        Scalar* const row = block + i * stride_;
-        std::fill(row + filled, row + width, -RowSum<Scalar>::kInfinity);
-        sums[i].add(kernels_, row, width);
-      }
-    }
-  }
-
   const Arguments& a_;
-  const int64_t b_, size_;
   const ScoreKernels<Scalar>& kernels_;
-  const Selection selection_;
-  int64_t rows_, keys_, panels_;
-  int64_t width_;   // of the wanted scores, in whole panels
-  int64_t kept_;    // the same in whole blocks: where the blocks that are not kept take turns
-  int64_t stride_;  // between rows of scores
+  const int64_t size_;  // of a head
+  Selection selection_;
+  int64_t threads_, tile_rows_;
+  int64_t block_;      // of keys, in columns of scores
+  int64_t stride_;     // between rows of scores, and of weights
+  int64_t head_size_;  // of its packed keys
+  int64_t together_;   // key heads whose keys are packed at once
+  Scratch<Scalar> keys_, queries_, scores_, weights_;
 };
 
 int check(const dlmkern_view* q, const dlmkern_view* k, const dlmkern_view* positions,
@@ -306,13 +320,14 @@ extern "C" int dlmkern_cpu_attention_graph(const dlmkern_view* q, const dlmkern_
                                            const dlmkern_view* out) {
   DLMKERN_TRY(check(q, k, positions, rows, lengths, lse, scale, out));
   DLMKERN_TRY(check_isa());
-  const int64_t B = q->shape[0];
-  if (q->shape[1] == 0 || q->shape[2] == 0 || k->shape[2] == 0) return DLMKERN_OK;
+  const int64_t B = positions->shape[0], M = positions->shape[1];
+  if (B == 0 || M == 0 || q->shape[1] == 0 || q->shape[2] == 0 || k->shape[2] == 0) return DLMKERN_OK;
   return guarded([&] {
     const Arguments arguments{*q, *k, *positions, rows, lengths, lse, scale, *out};
     with_float_type(q->dtype, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
-      for (int64_t b = 0; b < B; ++b) SequenceGraph<T>(arguments, b, kernels<Wide<T>>()).run();
+      AttentionGraph<T> graph(arguments, kernels<Wide<T>>());
+      for (int64_t b = 0; b < B; ++b) graph.add_sequence(b);
     });
     return DLMKERN_OK;
   });
