@@ -14,8 +14,8 @@ import triton.language as tl
 from .independent_set import best_candidate
 from .launch import Launch, one_program, run
 
-_ROWS, _COLUMNS = 32, 8  # of the tiles of weights that a program adds up
-_NUM_WARPS = 2  # of it; with 1 some compilers spill
+_ROWS, _COLUMNS = 64, 8  # of the tiles of weights that a program adds up
+_NUM_WARPS = 4  # of it; with fewer some compilers spill
 
 
 @triton.jit

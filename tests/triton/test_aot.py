@@ -271,7 +271,10 @@ def test_rows_are_read_16_bytes_at_a_time(dtype: torch.dtype) -> None:
 
 
 def instructions(case: str, target: str, pattern: str) -> set[str]:
-    return set(re.findall(pattern, compiled_case(case, target)[0][1].asm["ptx"]))
+    """Of all kernels of the case."""
+    return {
+        found for _, kernel in compiled_case(case, target) for found in re.findall(pattern, kernel.asm["ptx"])
+    }
 
 
 @compiled
@@ -279,11 +282,15 @@ def instructions(case: str, target: str, pattern: str) -> set[str]:
 def test_attention_multiplies_on_the_matrix_units(name: str) -> None:
     """float16 and bfloat16 as they are; float32 never, not as tf32 either."""
     wanted = {"bf16": {"bf16.bf16", "kind::f16"}, "f16": {"f16.f16", "kind::f16"}, "f32": set()}
+    products = {"block_attention_kernel", "row_lse_kernel", "entries_kernel"}
     for case in CASES:
-        if kind := re.match(r"block_attention (\w+)", case):
-            factors = instructions(case, name, r"mma\S*?\.((?:b?f16|tf32)\.\w+|kind::\w+)")
-            assert factors <= wanted[kind[1]], case
-            assert bool(factors) == bool(wanted[kind[1]]), case
+        if kind := re.match(r"(?:block_attention|attention_graph) (\w+)", case):
+            for launch, kernel in compiled_case(case, name):
+                if launch.kernel.__name__ in products:
+                    ptx = kernel.asm["ptx"]
+                    factors = set(re.findall(r"mma\S*?\.((?:b?f16|tf32)\.\w+|kind::\w+)", ptx))
+                    assert factors <= wanted[kind[1]], case
+                    assert bool(factors) == bool(wanted[kind[1]]), case
 
 
 @compiled
@@ -296,5 +303,31 @@ def test_rows_of_the_cache_move_16_bytes_at_a_time() -> None:
     ):
         assert instructions(case, "sm_90", r"(?:ld|st)\.global\S*") <= wide | more
     copies = r"cp\.async\.c\S+ \[[^;]*?\], \[[^;]*?\], (\w+)"
-    for case in ("block_attention bf16, 32 of 128", "block_attention f32, 32 of 64"):
+    for case in (
+        "block_attention bf16, 32 of 128",
+        "block_attention f32, 32 of 64",
+        "attention_graph bf16, 32 heads of 128",
+        "attention_graph f32, 32 of 64",
+    ):
         assert instructions(case, "sm_90", copies) == {"0x10"}
+
+
+@compiled
+@pytest.mark.parametrize("name", TARGETS)
+def test_dapd_is_rounded_like_the_reference(name: str, tmp_path: Path) -> None:
+    """Degrees without fused products, quotients as IEEE 754 has them."""
+    for case in CASES:
+        if case.startswith("dapd_select"):
+            (_, degree), (_, select) = compiled_case(case, name)
+            if name == "gfx942":
+                assert re.search(r"v_add_f64", degree.asm["amdgcn"])
+                assert not re.search(r"v_(fma|mad|pk_fma)\w*_f64", degree.asm["amdgcn"])
+                assert re.search(r"v_div_fixup_f64", select.asm["amdgcn"])
+            else:
+                binary = tmp_path / "kernel.cubin"
+                binary.write_bytes(degree.asm["cubin"])
+                tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+                listing = subprocess.run([tool, binary], capture_output=True, text=True, check=True).stdout
+                assert "DADD" in listing
+                assert "DFMA" not in listing
+                assert set(re.findall(r"div\S*f64", select.asm["ptx"])) == {"div.rn.f64"}
