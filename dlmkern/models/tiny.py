@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from dlmkern.models.load import load_model
+from dlmkern.models.masked_lm import MaskedLM
 
 CHECKPOINT = Path(__file__).parent / "tiny_checkpoint"
 
 
-def tiny(dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> PreTrainedModel:
+def tiny(dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> MaskedLM:
     """The embedded model; prompts and answers are those of `dlmkern.models.chains4`.
 
     It is small enough to decode on one core in milliseconds, and its answers can be checked by rule, so it
