@@ -314,7 +314,7 @@ DLMKERN_API int dlmkern_cuda_kv_block_write(const dlmkern_view* k_cache, const d
  *
  * Positions with a place outside [0, length) or a row outside [0, n) are padding. For all others
  * out_ij += 1/Hq sum_h exp(scale q_h,row(i) k_h,place(j) - lse_h,row(i)); nothing else is written. Products
- * and sums have the dtype of out.
+ * and sums have the dtype of out. In float32, exp of anything below -87 is exp(-87) = 2e-38.
  */
 DLMKERN_API int dlmkern_cpu_attention_graph(const dlmkern_view* q, const dlmkern_view* k,
                                             const dlmkern_view* positions, const dlmkern_view* rows,
