@@ -181,8 +181,9 @@ class AttentionGraph {
 
   void add_sequence(int64_t b) {
     selection_.select(a_, b);
-    const int64_t rows = size_of(selection_.rows),
-                  panels = ceil_div(size_of(selection_.keys), kernels_.columns);
+    const int64_t rows = size_of(selection_.rows);
+    if (rows == 0) return;
+    const int64_t panels = ceil_div(size_of(selection_.keys), kernels_.columns);
     for (int64_t first = 0; first < a_.k.shape[1]; first += together_) {
       const int64_t heads = std::min(together_, a_.k.shape[1] - first);
 #pragma omp parallel for schedule(static) num_threads(threads_) if (threads_ > 1)
