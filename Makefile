@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test fidelity lint format readme bench bench-cache quality gpu-check clean
+.PHONY: help install demo test fidelity lint format readme bench bench-cache quality quality-dapd gpu-check clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -58,8 +58,11 @@ bench: install ## time every op: BENCH="--quick --json FILE token_stats"
 bench-cache: install ## tokens a second with each KV cache, and what a pass is made of: BENCH="--quick --json FILE", or --quality
 	$(BIN)/python -m benchmarks.cache $(BENCH)
 
-quality: install ## valid answers against forwards, for every decoder
+quality: install ## valid answers against forwards, DepCap beside other decoders
 	$(BIN)/python -m benchmarks.quality
+
+quality-dapd: install ## the same for DAPD, and how forwards grow with the number of independent parts
+	$(BIN)/python -m benchmarks.dapd
 
 gpu-check: ## on a GPU machine, with the CUDA torch that $(PYTHON) has: build, test and time everything
 	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK)
