@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
 
 from dlmkern.ops._check import is_int, is_number
 
@@ -34,19 +33,6 @@ def probability(name: str, value: object) -> None:
     number(name, value)
     if not 0 <= value <= 1:  # type: ignore[operator]
         raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
-
-
-def layers(name: str, value: object) -> None:
-    """A share of the layers in (0, 1], or indices of layers."""
-    if is_number(value):
-        if not 0 < value <= 1:
-            raise ValueError(f"{name} must lie in (0, 1], got {value!r}")
-        return
-    if not isinstance(value, Collection) or isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a share in (0, 1] or indices of layers, got {value!r}")
-    for index in value:
-        if not is_int(index) or index < 0:
-            raise ValueError(f"{name} must hold indices of layers, got {index!r}")
 
 
 def token_id(name: str, value: object) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,23 +13,12 @@ from torch import Tensor, nn
 from dlmkern.decoders.cache import DualCache, PrefixCache
 from dlmkern.decoders.decoder import Decoder
 from dlmkern.decoders.state import State
+from dlmkern.graph import AttentionGraph, check_bidirectional
 
 if TYPE_CHECKING:
-    from dlmkern.models.attention_graph import AttentionGraph
     from dlmkern.models.kv_cache import KVCache
 
 Model = Callable[..., Any]
-
-
-class Nodes(NamedTuple):
-    """The positions between which the attention is wanted."""
-
-    columns: Tensor
-    """int64 `[B, M]`, counted from each row's `block_start` on; -1 is padding."""
-    positions: Tensor
-    """The same, counted from the row's first position on."""
-    layers: float | Collection[int]
-    """See `UnmaskingRule.attention_layers`."""
 
 
 class Forward:
@@ -81,8 +71,8 @@ class Forward:
         starts: Sequence[int],
         lengths: Sequence[int],
         rows: Tensor | None,
-        nodes: Nodes | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        graph: AttentionGraph | None = None,
+    ) -> Tensor:
         """Compute whole rows, and fill the cache with them if there is one.
 
         Args:
@@ -90,10 +80,10 @@ class Forward:
             positions: int64 `[B, W]`, in each row `start, start + 1, ...`, then its last position repeated.
             starts, lengths: `positions[:, 0]` and `state.end`, on the host.
             rows: int64 `[B]`, which of the cache's rows they are; None: all, in order.
-            nodes: see `Nodes`, or None.
+            graph: to be fed with the attention of the pass, or None.
 
         Returns:
-            Logits `[B, W, V]` that predict the tokens at `positions`, and the `Graph.scores` of the nodes.
+            Logits `[B, W, V]` that predict the tokens at `positions`.
 
         Raises:
             TypeError, ValueError: what the model returned is not logits of the right shape.
@@ -106,13 +96,16 @@ class Forward:
         if self.cfg_scale != 0:
             ids, positions, end = self._with_prompt_masked(ids, state), positions.repeat(2, 1), end.repeat(2)
             starts, lengths = [*starts, *starts], [*lengths, *lengths]
+        if not self.takes_windows:
+            return self._guided(self._windows_by_length(ids, positions, starts, lengths, graph))
         keywords: dict[str, Any] = {}
         if self.caches:
             if self.cache is None:
                 self.cache = self.model.new_cache(*ids.shape)  # type: ignore[attr-defined]
             keywords = {"cache": self.cache, "cache_rows": self._cache_rows(rows)}
-        logits, scores = self._windows(ids, positions, end, starts, lengths, nodes, keywords)
-        return self._guided(logits), scores
+        ends = _ragged(end, lengths)
+        logits = self._call(ids, positions.shape, graph, lengths=ends, positions=positions, **keywords)
+        return self._guided(logits)
 
     def block(
         self,
@@ -121,8 +114,8 @@ class Forward:
         starts: Sequence[int],
         block_lengths: Sequence[int],
         lengths: Sequence[int],
-        nodes: Nodes | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        graph: AttentionGraph | None = None,
+    ) -> Tensor:
         """Compute the blocks, or these and all that follows; the rest comes from the cache.
 
         Arguments, results and errors are those of `whole`; these are all the rows of the cache.
@@ -137,11 +130,6 @@ class Forward:
         place = torch.where(place < stop.unsqueeze(1), place, -1)
         # What the window holds beyond a short block is not used.
         columns = (positions - int(self.shifted) - first.unsqueeze(1)).clamp(min=0, max=n - 1)
-        graph = None
-        if nodes is not None:
-            graph = _new_graph(
-                nodes, torch.where(nodes.positions < 0, -1, nodes.positions - first.unsqueeze(1))
-            )
         ids, end = state.ids, state.end
         if self.cfg_scale != 0:
             ids, place, columns, end = (
@@ -153,12 +141,12 @@ class Forward:
             ids,
             columns.shape,
             graph,
-            lengths=end.clone() if min(lengths) < max(lengths) else None,
+            lengths=_ragged(end, lengths),
             positions=columns,
             cache=self.cache,
             position_ids=place,
         )
-        return self._guided(logits), None if graph is None else graph.scores()
+        return self._guided(logits)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget the other rows of the cache."""
@@ -182,57 +170,31 @@ class Forward:
         conditional, unconditional = logits.chunk(2)
         return torch.lerp(unconditional, conditional, self.cfg_scale + 1)
 
-    def _windows(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        end: Tensor,
-        starts: Sequence[int],
-        lengths: Sequence[int],
-        nodes: Nodes | None,
-        keywords: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        if not self.takes_windows and min(lengths) < max(lengths):
-            return self._windows_by_length(ids, positions, starts, lengths, nodes)
-        graph = None if nodes is None else _new_graph(nodes)
-        if self.takes_windows:
-            keywords["lengths"] = end.clone() if min(lengths) < max(lengths) else None
-            logits = self._call(ids, positions.shape, graph, positions=positions, **keywords)
-        else:
-            logits = self._window_of_equals(ids, positions, starts, graph)
-        return logits, None if graph is None else graph.scores()
-
     def _windows_by_length(
         self,
         ids: Tensor,
         positions: Tensor,
         starts: Sequence[int],
         lengths: Sequence[int],
-        nodes: Nodes | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        graph: AttentionGraph | None,
+    ) -> Tensor:
+        if min(lengths) == max(lengths):
+            return self._window_of_equals(ids, positions, starts, graph)
         windows: Tensor | None = None
-        scores: Tensor | None = None
         for length in sorted(set(lengths)):
             rows = [row for row, other in enumerate(lengths) if other == length]
             index = torch.tensor(rows, device=ids.device)
-            graph = None
-            if nodes is not None:
-                # With guidance there are twice as many rows as nodes.
-                shown = index[: sum(row < len(nodes.positions) for row in rows)]
-                graph = _new_graph(nodes._replace(positions=nodes.positions[shown]))
-            part = self._window_of_equals(
-                ids[index, :length], positions[index], [starts[row] for row in rows], graph
+            part = None if graph is None else graph.select(rows)
+            logits = self._window_of_equals(
+                ids[index, :length], positions[index], [starts[row] for row in rows], part
             )
             if windows is None:
-                windows = part.new_empty((len(lengths), *part.shape[1:]))
-            windows[index] = part
-            if nodes is not None and graph is not None:
-                ties = graph.scores()
-                if scores is None:
-                    scores = ties.new_empty((len(nodes.positions), *ties.shape[1:]))
-                scores[shown] = ties
+                windows = logits.new_empty((len(lengths), *logits.shape[1:]))
+            windows[index] = logits
+            if graph is not None and part is not None:
+                graph.put(rows, part)
         assert windows is not None
-        return windows, scores
+        return windows
 
     def _window_of_equals(
         self, ids: Tensor, positions: Tensor, starts: Sequence[int], graph: AttentionGraph | None
@@ -276,18 +238,18 @@ class Forward:
         return logits
 
 
-def _new_graph(nodes: Nodes, rows: Tensor | None = None) -> AttentionGraph:
-    from dlmkern.models.attention_graph import AttentionGraph
-
-    return AttentionGraph(nodes.positions, nodes.layers, rows=rows)
+def _ragged(end: Tensor, lengths: Sequence[int]) -> Tensor | None:
+    """The rows' ends where they differ: attention without a mask is faster."""
+    return end.clone() if min(lengths) < max(lengths) else None
 
 
 def _call_foreign(model: Model, ids: Tensor, graph: AttentionGraph, keywords: dict[str, Any]) -> Any:
-    from dlmkern.models.transformers_graph import check_bidirectional, feeding, supports_graph
+    if "transformers" in sys.modules:  # without it, the model is none of its own
+        from dlmkern.models.transformers_graph import feeding, supports_graph
 
-    if supports_graph(model):
-        with feeding(model, graph):
-            return model(ids, **keywords)
+        if supports_graph(model):
+            with feeding(model, graph):
+                return model(ids, **keywords)
     output = model(ids, **keywords)
     maps = getattr(output, "attentions", None)
     if not maps:

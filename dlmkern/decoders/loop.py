@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dlmkern.decoders.cache import DualCache, PrefixCache
-from dlmkern.decoders.forward import Forward, Nodes
+from dlmkern.decoders.forward import Forward
 from dlmkern.decoders.state import State
-from dlmkern.decoders.step import Plan, masked_columns, step, window_positions
+from dlmkern.decoders.step import Plan, masked_positions, step, window_positions
 from dlmkern.decoders.unmask import Graph
+from dlmkern.graph import AttentionGraph
 
 
 @dataclass
@@ -103,13 +104,13 @@ class Loop:
             index = torch.tensor(group, device=self.state.ids.device)
         state = self.state if index is None else self.state.select(index)
         positions = window_positions(state, width)
-        nodes = self._nodes(rows, state, width)
+        attention = self._attention_graph(rows, state, width)
         if whole:
-            logits, scores = self.forward.whole(state, positions, starts, lengths, index, nodes)
+            logits = self.forward.whole(state, positions, starts, lengths, index, attention)
         else:
             sizes = [row.block_length for row in rows]
-            logits, scores = self.forward.block(state, positions, starts, sizes, lengths, nodes)
-        graph = None if nodes is None or scores is None else Graph(nodes.columns, scores)
+            logits = self.forward.block(state, positions, starts, sizes, lengths, attention)
+        graph = None if attention is None else Graph(attention.positions, attention.scores())
         state = step(logits, state, plan, opens, graph)
         self._poll(rows, state)
         for row in rows:
@@ -135,8 +136,8 @@ class Loop:
         due = [i for i, row in enumerate(self.rows) if row.opening or row.age >= refresh]
         return due or everyone, bool(due)
 
-    def _nodes(self, rows: list[_Row], state: State, width: int) -> Nodes | None:
-        """The positions between which the unmasking rule wants to know the attention."""
+    def _attention_graph(self, rows: list[_Row], state: State, width: int) -> AttentionGraph | None:
+        """What collects the attention between masked positions, if the unmasking rule asks for it."""
         decoder, gen_length = self.plan.decoder, self.plan.gen_length
         left = [
             row.end - row.block_start - (0 if row.opening else row.block_length - row.masks_left)
@@ -147,9 +148,7 @@ class Loop:
             return None
         width = min(width, decoder.blocks.longest(gen_length))
         most = max(min(width, row.end - row.block_start) if row.opening else row.masks_left for row in rows)
-        columns = masked_columns(state, width, most, self.plan)
-        positions = torch.where(columns < 0, -1, state.block_start.unsqueeze(1) + columns)
-        return Nodes(columns, positions, layers)
+        return AttentionGraph(masked_positions(state, width, most, self.plan), layers)
 
     def _poll(self, rows: list[_Row], state: State) -> None:
         """Take note of where each of the rows is after its step."""

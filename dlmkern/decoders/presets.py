@@ -122,23 +122,23 @@ def dapd(
     `PRESETS` holds the published settings of some tasks too, such as "dapd-llada-gsm8k".
     """
     rule = DAPD(
-        variant,
-        tau_min,
-        tau_max,
-        layers,
-        certain,
-        late,
-        late_from,
-        late_graph,
-        symmetric,
-        delayed_token_id,
-        compat,
+        variant=variant,
+        tau_min=tau_min,
+        tau_max=tau_max,
+        layers=layers,
+        certain=certain,
+        late=late,
+        late_from=late_from,
+        late_graph=late_graph,
+        symmetric=symmetric,
+        delayed_token_id=delayed_token_id,
+        compat=compat,
     )
     return Decoder(_blocks(block_length), rule, cache=cache, compat=compat)
 
 
-# Of DAPD's official scripts, for answers of 256 tokens; named by model and task. Without a suffix they are
-# those of the best accuracy.
+# Of DAPD's official scripts, for answers of 256 tokens. A task without a suffix has the settings of the best
+# accuracy; for Dream they are the same for all tasks.
 _DAPD_TASKS: dict[str, tuple[str, float, float, int | None]] = {
     "llada-gsm8k": ("direct", 0.005, 0.05, 64),
     "llada-gsm8k-staged": ("staged", 0.01, 0.05, None),

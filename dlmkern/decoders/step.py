@@ -67,7 +67,7 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool, graph: Graph | N
         state: the state that the forward pass has seen; unchanged.
         plan: see `Plan`.
         opens: whether any row opens a block.
-        graph: of the positions of `masked_columns`, where the unmasking rule asks for it.
+        graph: of `masked_positions`, where the unmasking rule asks for it.
 
     Returns:
         The state to do the next forward pass with.
@@ -122,10 +122,10 @@ def window_positions(state: State, width: int) -> Tensor:
     return torch.minimum(state.block_start.unsqueeze(1) + offset, (state.end - 1).unsqueeze(1))
 
 
-def masked_columns(state: State, width: int, most: int, plan: Plan) -> Tensor:
-    """The masked positions of each row's block (of all that follows, in a row that opens one), in order.
+def masked_positions(state: State, width: int, most: int, plan: Plan) -> Tensor:
+    """The masked ones among the `width` positions from each row's `block_start` on, in order.
 
-    They are counted from `block_start` on and lie below `width`; int64 `[B, most]`, padded with -1.
+    They end where the block does, or, in a row that opens one, the row. int64 `[B, most]`, padded with -1.
     """
     offset = torch.arange(width, device=state.ids.device)
     position = state.block_start.unsqueeze(1) + offset
@@ -133,7 +133,7 @@ def masked_columns(state: State, width: int, most: int, plan: Plan) -> Tensor:
     is_mask = state.ids.gather(1, position.clamp(max=state.ids.shape[1] - 1)) == plan.mask_token_id
     masked = is_mask & (position < stop.unsqueeze(1))
     first, columns = masked.to(torch.int8).sort(dim=-1, descending=True, stable=True)
-    return torch.where(first > 0, columns, -1)[:, :most]
+    return torch.where(first > 0, state.block_start.unsqueeze(1) + columns, -1)[:, :most]
 
 
 def _scored(logits: Tensor, plan: Plan) -> Tensor:

@@ -19,8 +19,8 @@ from dlmkern.decoders.state import Reason, State
 class Graph(NamedTuple):
     """How much masked positions of the block attend to each other in this forward pass."""
 
-    columns: Tensor
-    """int64 `[B, M]`: which of the block's positions each is, in order; -1 is padding."""
+    positions: Tensor
+    """int64 `[B, M]`, in order; -1 is padding."""
     scores: Tensor
     """`[B, M, M]`: row by row what `ops.attention_graph` gives, the mean over some layers."""
 

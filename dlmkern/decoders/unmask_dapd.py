@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from dlmkern import ops
 from dlmkern.decoders import _check
 from dlmkern.decoders.state import Reason, State
 from dlmkern.decoders.unmask import Candidates, Selection, UnmaskingRule
-from dlmkern.ops.dapd_select import least_that_rounds_up_to
+from dlmkern.graph import layer_choice
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,16 @@ class DAPD(UnmaskingRule):
         variant: "staged": in the second half of the answer, all of confidence `late` or more are committed
             too. "direct": all of confidence `certain` or more are committed at any time, and block no other.
         tau_min, tau_max: see above.
-        layers: whose attention counts: a share of the layers, the last ones, or their indices.
-        certain, late: confidences, of the variants.
-        late_from: where the second half begins, as a share of the answer that is committed.
+        layers: whose attention counts: a share of the layers, the last ones, or their indices, which the
+            attribute holds as a frozenset.
+        certain, late: the confidences of `variant`.
+        late_from: the committed share of the answer from which on a row is in its second half.
         late_graph: False: in the second half, commit what reaches `late`, and the best; look at no attention.
             So the paper says; its code goes on with the graph.
         symmetric: an edge from either side counts, not only from the candidate's.
         delayed_token_id: positions that would commit this token, say the end of sequence, wait until all
             masked positions of the block would. None: none waits. On a long open answer, confident ends of
-            sequence else fill the tail at once.
+            sequence can otherwise fill the tail at once.
         compat: None: `certain` is compared in float32. "official": in the dtype of the logits, where in
             bfloat16 a probability of 0.998 is 1.
     """
@@ -67,7 +67,7 @@ class DAPD(UnmaskingRule):
                 f"tau_min must not exceed tau_max, got tau_min = {self.tau_min!r} and "
                 f"tau_max = {self.tau_max!r}"
             )
-        _check.layers("layers", self.layers)
+        object.__setattr__(self, "layers", layer_choice(self.layers))
         _check.probability("certain", self.certain)
         _check.probability("late", self.late)
         _check.probability("late_from", self.late_from)
@@ -94,10 +94,12 @@ class DAPD(UnmaskingRule):
         else:
             selected = self._independent(candidates, masked, progress)
         is_late = (progress >= self.late_from).unsqueeze(1)
-        sure = candidates.confidence >= self._sure_from(candidates, is_late)
-        alone = is_late & self._drops_graph
-        reason = torch.where(sure, Reason.THRESHOLD, torch.where(alone, Reason.FORCED, Reason.INDEPENDENT))
-        return Selection(selected, reason.to(torch.int8))
+        if self.variant == "staged":
+            sure = is_late & (candidates.confidence >= self.late)
+        else:
+            sure = candidates.confidence.to(self._certain_dtype(candidates)) >= self.certain
+        otherwise = torch.where(is_late & self._drops_graph, Reason.FORCED, Reason.INDEPENDENT)
+        return Selection(selected, torch.where(sure, Reason.THRESHOLD, otherwise).to(torch.int8))
 
     @property
     def _drops_graph(self) -> bool:
@@ -112,7 +114,8 @@ class DAPD(UnmaskingRule):
 
     def _independent(self, candidates: Candidates, masked: Tensor, progress: Tensor) -> Tensor:
         assert candidates.graph is not None
-        columns, scores = candidates.graph
+        positions, scores = candidates.graph
+        columns = positions - candidates.position[:, :1]
         node = columns.clamp(min=0)
         chosen = ops.dapd_select(
             scores,
@@ -132,13 +135,6 @@ class DAPD(UnmaskingRule):
         n = masked.shape[1]
         selected = masked.new_zeros((masked.shape[0], n + 1))
         return selected.scatter(1, torch.where(chosen, node, n), True)[:, :n]
-
-    def _sure_from(self, candidates: Candidates, is_late: Tensor) -> Tensor:
-        """The confidence from which on a position is committed whatever it is tied to, `[B, 1]`."""
-        if self.variant == "staged":
-            return torch.where(is_late, self.late, math.inf)
-        level = least_that_rounds_up_to(float(self.certain), self._certain_dtype(candidates))
-        return torch.full_like(is_late, level, dtype=torch.float64)
 
     def _certain_dtype(self, candidates: Candidates) -> torch.dtype:
         return candidates.logits.dtype if self.compat == "official" else torch.float32

@@ -5,7 +5,7 @@ Importing this package registers them with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from dlmkern.models.attention_graph import AttentionGraph
+from dlmkern.graph import AttentionGraph
 from dlmkern.models.dream import DreamConfig, DreamModel
 from dlmkern.models.llada import LLaDAConfig, LLaDAModelLM
 from dlmkern.models.load import MODELS, load_model, load_tokenizer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-from dlmkern.models.attention_graph import AttentionGraph
+from dlmkern.graph import AttentionGraph
 from dlmkern.models.kv_cache import KVCache
 from dlmkern.models.layers import RMSNorm, attention, attention_with_lse
 
@@ -119,7 +119,7 @@ class MaskedLM(PreTrainedModel):
             cache_rows: int64 `[B]`, which of the cache's rows whole rows go to. None: all of them, in order.
             position_ids: int64 `[B, n]`, where in its row each token of `input_ids` is; -1 is padding.
             graph: to be fed with the attention of the layers that it wants; not together with
-                `attention_mask`. Its positions are places in the rows, its `rows` columns of `input_ids`.
+                `attention_mask`. Of its positions, those that are not computed count as padding.
 
         Returns:
             `logits [B, n or m, embedding_size]` in the model's dtype, padded vocabulary rows included. Those
@@ -148,7 +148,8 @@ class MaskedLM(PreTrainedModel):
         if positions is not None:
             _check_ids("positions", positions, (batch, None), 0, n)
         if graph is not None:
-            _check_graph(graph, attention_mask, batch, n, length)
+            _check_graph(graph, attention_mask, batch, length)
+            graph_rows = None if position_ids is None else _columns(position_ids, graph.positions, length)
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
         # Whatever is kept of a pass is kept without its graph.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
@@ -167,7 +168,7 @@ class MaskedLM(PreTrainedModel):
                     if graph is None or not graph.wants(layer, len(self.blocks)):
                         return attention(q, k, v, key_mask)
                     attended, lse = attention_with_lse(q, k, v, key_mask)
-                    graph.add(q, k, lengths=lengths, lse=lse)
+                    graph.add(q, k, rows=graph_rows, lengths=lengths, lse=lse)
                     return attended
 
                 x = block(x, rope, attend)
@@ -235,9 +236,16 @@ def _key_mask(
     return mask[:, None, None, :].to(device)
 
 
-def _check_graph(
-    graph: AttentionGraph, attention_mask: Tensor | None, batch: int, n: int, length: int
-) -> None:
+def _columns(position_ids: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Where in `position_ids [B, n]` each of `positions [B, M]` is; -1 if nowhere."""
+    batch, n = position_ids.shape
+    column = torch.full((batch, length + 1), -1, device=position_ids.device)  # the last is for padding
+    column.scatter_(1, position_ids % (length + 1), torch.arange(n, device=column.device).expand(batch, -1))
+    column[:, -1] = -1
+    return column[: len(positions)].gather(1, positions % (length + 1))
+
+
+def _check_graph(graph: AttentionGraph, attention_mask: Tensor | None, batch: int, length: int) -> None:
     if not isinstance(graph, AttentionGraph):
         raise TypeError(f"graph must be an AttentionGraph, got {type(graph).__name__}")
     if attention_mask is not None:
@@ -245,10 +253,6 @@ def _check_graph(
     if len(graph.positions) > batch:
         raise ValueError(f"graph has {len(graph.positions)} rows of positions, input_ids has {batch} rows")
     _check_ids("graph.positions", graph.positions, (None, None), -1, length)
-    if graph.rows is not None:
-        _check_ids("graph.rows", graph.rows, (None, None), -1, n)
-    elif n != length:
-        raise ValueError(f"graph needs rows, as input_ids has {n} of {length} positions")
 
 
 def _check_kind(cache: KVCache, expected: tuple[int, int, int, torch.dtype, torch.device]) -> None:

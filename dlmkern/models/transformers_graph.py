@@ -11,16 +11,15 @@ keys are looked at in passing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, TypeGuard
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dlmkern.models.attention_graph import AttentionGraph
+from dlmkern.graph import AttentionGraph, bidirectional, causal
 from dlmkern.models.masked_lm import MaskedLM
 
 try:
@@ -79,39 +78,6 @@ def feeding(model: PreTrainedModel, graph: AttentionGraph) -> Iterator[None]:
     feed.finish()
 
 
-def check_bidirectional(attentions: Sequence[Tensor], model: object) -> None:
-    """Check, once per model, that its attention maps are not those of causal attention.
-
-    Args:
-        attentions: maps `[B, H, n, L]` of the layers, as `output_attentions=True` returns them. One of a
-            single position says nothing.
-        model: what made them. One that cannot be weakly referenced is checked each time.
-
-    Raises:
-        ValueError: above the diagonal all weights of a layer are zero; names the model's class.
-    """
-    maps = [
-        attention for attention in attentions if isinstance(attention, Tensor) and attention.shape[-1] > 1
-    ]
-    if id(model) in _bidirectional or not maps:
-        return
-    if any(not attention.triu(1).any() for attention in maps):
-        raise _causal(model)
-    with contextlib.suppress(TypeError):  # no weak reference
-        _bidirectional[id(model)] = model
-
-
-_bidirectional: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Models whose attention was looked at, by their id: not all can be hashed."""
-
-
-def _causal(model: object) -> ValueError:
-    return ValueError(
-        f"{type(model).__name__} has causal attention: its weights do not tell how positions depend on each "
-        "other; an attention graph needs a model with bidirectional attention"
-    )
-
-
 def _unsupported(model: object) -> str | None:
     """Why the model cannot feed a graph."""
     if isinstance(model, MaskedLM):
@@ -167,19 +133,19 @@ class _Feed:
         else:
             is_causal = options.get("is_causal")
             if getattr(module, "is_causal", True) if is_causal is None else is_causal:
-                raise _causal(self.model)
+                raise causal(self.model)
         self.graph.add(q, k, key_mask=key_mask, scale=options.get("scaling"))
 
     def key_mask(self, mask: Tensor, rows: int, layer: int) -> Tensor:
         """Bool `[rows, L]` from the mask of SDPA, `[rows or 1, H or 1, n, L]`."""
         seen = mask if mask.dtype == torch.bool else mask == 0
-        if mask.device.type == "cpu" or id(self.model) not in _bidirectional:
+        if mask.device.type == "cpu" or id(self.model) not in bidirectional:
             if mask.dtype != torch.bool and (mask[~seen] > HIDDEN).any():
                 raise self.error(f"a bias of the attention in layer {layer}, which a graph cannot represent")
             if (seen != seen[:, :1, :1]).any():
                 length = seen.shape[-1]
                 if seen.shape[2] == length and not seen.triu(1).any():
-                    raise _causal(self.model)
+                    raise causal(self.model)
                 raise self.error(f"keys in layer {layer} that some queries or heads see and others do not")
         return seen[:, 0, 0].expand(rows, -1)
 
@@ -190,7 +156,7 @@ class _Feed:
                 "expected one forward pass"
             )
         if self.masked:
-            _bidirectional[id(self.model)] = self.model
+            bidirectional[id(self.model)] = self.model
 
     def error(self, what: str) -> ValueError:
         return ValueError(f"{type(self.model).__name__} had {what}")

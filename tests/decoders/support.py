@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from dlmkern import decoders as d
+from dlmkern.decoders.state import State
+from dlmkern.decoders.step import Plan, masked_positions
+from dlmkern.decoders.unmask import Graph
 from dlmkern.generation import GenerationOutput
 
 DATA = Path(__file__).parents[1] / "data"
@@ -34,6 +37,15 @@ class HashModel:
         position = torch.arange(ids.shape[1], device=ids.device)
         key = (ids * (7 * position + 3)).sum(1, keepdim=True) + 5 * position
         return self.table.to(ids.device)[key % self.table.shape[0]]
+
+
+def graph_of(logits: Tensor, state: State, plan: Plan) -> Graph | None:
+    """Some graph of a step's masked positions, if the unmasking rule asks for one."""
+    if plan.decoder.unmask.attention_layers([0.0]) is None:
+        return None
+    width = min(logits.shape[1], plan.decoder.blocks.longest(plan.gen_length))
+    scores = logits[:, :width, :1].float().sigmoid()
+    return Graph(masked_positions(state, width, width, plan), scores * scores.mT)
 
 
 def constant_model(logits: Tensor) -> Callable[[Tensor], Tensor]:

@@ -159,14 +159,14 @@ def test_other_decoders_ask_for_no_attention(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a graph was made")
 
-    monkeypatch.setattr("dlmkern.models.attention_graph.AttentionGraph.__init__", refuse)
+    monkeypatch.setattr("dlmkern.graph.AttentionGraph.__init__", refuse)
     dlmkern.generate(load(), PROMPTS, "threshold", G)
     with pytest.raises(AssertionError, match="a graph"):
         dlmkern.generate(load(), PROMPTS, "dapd", G)
 
 
 def test_without_a_late_graph_none_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlmkern.models.attention_graph import AttentionGraph
+    from dlmkern.graph import AttentionGraph
 
     sizes: list[int] = []
     scores = AttentionGraph.scores
@@ -279,7 +279,7 @@ def test_early_end_and_guidance_in_a_batch(cache: str | None) -> None:
 @pytest.mark.parametrize("checkpoint", ["llada_seed0", "dream_seed0"])
 def test_the_graph_of_a_cached_pass(checkpoint: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh queries and keys of the block against all keys of the row, stale ones where they are cached."""
-    from dlmkern.models.attention_graph import AttentionGraph
+    from dlmkern.graph import AttentionGraph
 
     seen: list[Tensor] = []
     scores = AttentionGraph.scores
@@ -334,10 +334,9 @@ def test_no_attention_to_be_had() -> None:
         ({"variant": "stage"}, "variant must be"),
         ({"tau_min": "0"}, "tau_min must be a number"),
         ({"tau_min": 0.2, "tau_max": 0.1}, "tau_min must not exceed tau_max, got tau_min = 0.2"),
-        ({"layers": 0}, r"layers must lie in \(0, 1\], got 0"),
+        ({"layers": 0}, r"layers must be a share in \(0, 1\] or indices of layers, got 0"),
         ({"layers": []}, "layers must be a share"),
-        ({"layers": [-1]}, "layers must hold indices"),
-        ({"layers": "last"}, "layers must be a share"),
+        ({"layers": [-1]}, "layers must be a share"),
         ({"certain": 1.5}, r"certain must lie in \[0, 1\]"),
         ({"late": -0.1}, "late must lie"),
         ({"late_from": math.nan}, "late_from must be a number"),
@@ -353,15 +352,37 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
         d.dapd(**settings)
 
 
+@pytest.mark.parametrize("layers", ["last", b"1", [0.5], [True], {0: 1}, None])
+def test_layers_of_the_wrong_kind(layers: Any) -> None:
+    with pytest.raises(TypeError, match="layers must be a number or a list, tuple or set of ints"):
+        d.dapd(layers=layers)
+
+
+def test_decoders_with_the_same_layers_are_equal() -> None:
+    assert d.dapd(layers=[2, 3]) == d.dapd(layers=(3, 2)) == d.dapd(layers=range(2, 4))
+    assert len({d.dapd(layers=[2, 3]), d.dapd(layers={2, 3}), d.dapd(layers=1), d.dapd(layers=1.0)}) == 2
+
+
+PUBLISHED = {
+    "dapd": ("staged", 0.01, 0.15, None),
+    "dapd-llada-gsm8k": ("direct", 0.005, 0.05, 64),
+    "dapd-llada-gsm8k-staged": ("staged", 0.01, 0.05, None),
+    "dapd-llada-humaneval": ("direct", 0.01, 0.05, 64),
+    "dapd-llada-humaneval-staged": ("staged", 0.01, 0.15, None),
+    "dapd-llada-mbpp": ("staged", 0.01, 0.15, None),
+    "dapd-llada-mbpp-direct": ("direct", 0.01, 0.02, None),
+    "dapd-llada-math": ("staged", 0.01, 0.05, None),
+    "dapd-dream": ("direct", 0.005, 0.01, None),
+}
+
+
 def test_published_settings() -> None:
-    """The table of the official scripts, for answers of 256 tokens."""
-    assert d.find_decoder("dapd") == d.Decoder(d.WholeSequence(), d.DAPD("staged", 0.01, 0.15))
-    four_blocks = d.FixedBlocks(64)
-    assert d.find_decoder("dapd-llada-gsm8k") == d.Decoder(four_blocks, d.DAPD("direct", 0.005, 0.05))
-    assert d.find_decoder("dapd-llada-humaneval") == d.Decoder(four_blocks, d.DAPD("direct", 0.01, 0.05))
-    assert d.find_decoder("dapd-llada-mbpp") == d.dapd("staged", 0.01, 0.15)
-    assert d.find_decoder("dapd-llada-math") == d.dapd("staged", 0.01, 0.05)
-    assert d.find_decoder("dapd-dream") == d.dapd("direct", 0.005, 0.01)
+    """The tables of the paper and its scripts, for answers of 256 tokens."""
+    assert [name for name in d.PRESETS if name.startswith("dapd")] == list(PUBLISHED)
+    for name, (variant, tau_min, tau_max, block_length) in PUBLISHED.items():
+        blocks = d.WholeSequence() if block_length is None else d.FixedBlocks(block_length)
+        assert d.find_decoder(name) == d.Decoder(blocks, d.DAPD(variant, tau_min, tau_max))
     assert d.PRESETS["dapd-dream"](tau_max=0.02) == d.dapd("direct", 0.005, 0.02)
-    out = dlmkern.generate(load(), PROMPTS, "dapd-llada-gsm8k", G)
-    assert (out.tokens != 499).all()
+    model = load()
+    out = dlmkern.generate(model, PROMPTS, "dapd-llada-gsm8k", G)
+    assert (out.tokens != model.config.mask_token_id).all()

@@ -1,4 +1,5 @@
-"""Decodings by the official code of LLaDA, Dream, Fast-dLLM, DepCap and DAPD come out the same.
+"""Decodings by the official code of LLaDA, Dream, Fast-dLLM and DepCap, and by a transcription of that of
+DAPD, come out the same.
 
 A few of each kind, or all with ``--all-recorded``; ``-s`` shows the counts.
 """

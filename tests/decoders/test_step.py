@@ -18,9 +18,8 @@ from dlmkern import decoders as d
 from dlmkern import reference
 from dlmkern.backends import registry
 from dlmkern.decoders.state import State, initial_state
-from dlmkern.decoders.step import Plan, masked_columns, step
-from dlmkern.decoders.unmask import Graph
-from tests.decoders.support import MASK, VOCAB
+from dlmkern.decoders.step import Plan, step
+from tests.decoders.support import MASK, VOCAB, graph_of
 
 G = 24
 PROMPTS = [[1, 2], [3], [4, 5, 6]]
@@ -105,13 +104,8 @@ def run_steps(plan: Plan, state: State, logits: Callable[[int], Tensor], between
     for opens in (True, False, True):
         width = blocks.window(plan.gen_length) if opens else blocks.longest(plan.gen_length)
         x = logits(width)
-        most = blocks.longest(plan.gen_length)
-        scores = x.new_ones((len(x), most, most))
         with between():
-            graph = None
-            if plan.decoder.unmask.attention_layers([0.0]) is not None:
-                graph = Graph(masked_columns(state, min(width, most), most, plan), scores)
-            state = step(x, state, plan, opens, graph)
+            state = step(x, state, plan, opens, graph_of(x, state, plan))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -9,8 +9,8 @@ from torch import Tensor
 import dlmkern
 from dlmkern import decoders
 from dlmkern.decoders.state import State, initial_state
-from dlmkern.decoders.step import Plan, masked_columns, step
-from dlmkern.decoders.unmask import Graph
+from dlmkern.decoders.step import Plan, step
+from tests.decoders.support import graph_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,12 +58,7 @@ def first_state() -> State:
 
 def commit(x: Tensor, state: State, plan: Plan, opens: bool) -> State:
     """A step, with a graph for the rules that want one."""
-    graph = None
-    if plan.decoder.unmask.attention_layers([0.0]) is not None:
-        most = plan.decoder.blocks.longest(GENERATED)
-        columns = masked_columns(state, most, most, plan)
-        graph = Graph(columns, x[:, :most, :most].softmax(-1))
-    return step(x, state, plan, opens, graph)
+    return step(x, state, plan, opens, graph_of(x, state, plan))
 
 
 def opened(plan: Plan) -> State:

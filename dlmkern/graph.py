@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,34 +30,20 @@ class AttentionGraph:
             more rows: its first B count, as in classifier-free guidance, which doubles the batch.
         layers: the share of the layers that are taken, the last `n - int(n * (1 - layers))` of n (of LLaDA's
             32 at 0.3 those from 22 on, of Dream's 28 those from 19 on), in (0, 1]; or their indices.
-        rows: int64 `[B, M]`, which of the positions that the pass computes each one is, where it computes
-            some only (with a KV cache); -1 is padding. None: all are computed.
 
     Raises:
         TypeError: an argument is not of the type above.
         ValueError: a shape does not fit, or `layers` is out of range or names no layer.
     """
 
-    def __init__(
-        self, positions: Tensor, layers: float | Collection[int] = 0.3, *, rows: Tensor | None = None
-    ) -> None:
-        for name, x in (("positions", positions), ("rows", rows)):
-            if x is None and name == "rows":
-                continue
-            if not isinstance(x, Tensor) or x.dtype != torch.int64:
-                raise TypeError(
-                    f"{name} must be an int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}"
-                )
-            if x.dim() != 2:
-                raise ValueError(f"{name} must have shape [*, *], got {list(x.shape)}")
-        if rows is not None and (rows.shape != positions.shape or rows.device != positions.device):
-            raise ValueError(
-                f"rows must be like positions, {list(positions.shape)} on {positions.device}, "
-                f"got {list(rows.shape)} on {rows.device}"
-            )
+    def __init__(self, positions: Tensor, layers: float | Collection[int] = 0.3) -> None:
+        if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
+            got = getattr(positions, "dtype", type(positions).__name__)
+            raise TypeError(f"positions must be an int64 tensor, got {got}")
+        if positions.dim() != 2:
+            raise ValueError(f"positions must have shape [*, *], got {list(positions.shape)}")
         self.positions = positions
-        self.rows = rows
-        self.layers = _indices(layers) if isinstance(layers, Collection) else _share(layers)
+        self.layers = layer_choice(layers)
         self._sum: Tensor | None = None
         self._added = 0
 
@@ -75,6 +64,7 @@ class AttentionGraph:
         q: Tensor,
         k: Tensor,
         *,
+        rows: Tensor | None = None,
         lengths: Tensor | None = None,
         key_mask: Tensor | None = None,
         lse: Tensor | None = None,
@@ -84,7 +74,9 @@ class AttentionGraph:
 
         Args:
             q: queries `[R, Hq, n, d]`, rotated, R >= B.
-            k: keys `[R, Hkv, L, d]`, rotated; `Hkv` divides `Hq`. n = L without `rows`.
+            k: keys `[R, Hkv, L, d]`, rotated; `Hkv` divides `Hq`.
+            rows: int64 `[B, M]`, where in `q` the query of each position is; -1 is padding. None: n = L, and
+                it is at the position.
             lengths: int64 `[R]`, where the keys of each row end. None: all L.
             key_mask: bool `[R, L]`, True where a key is real, for rows that are not left-aligned; a position
                 that it hides is padding. Not together with `lengths`. It costs a copy of the keys.
@@ -96,9 +88,9 @@ class AttentionGraph:
             ValueError: a shape does not fit.
         """
         batch = len(self.positions)
-        self._check_pass(len(q), q.shape[2], k.shape[2])
+        self._check_pass(len(q), q.shape[2], k.shape[2], rows)
         q, k = q.detach()[:batch], k.detach()[:batch]
-        positions, rows = self.positions, self.rows
+        positions = self.positions
         if key_mask is not None:
             if lengths is not None:
                 raise ValueError("give either lengths or key_mask, not both")
@@ -119,7 +111,7 @@ class AttentionGraph:
         self._added += 1
 
     def add_map(self, attention: Tensor) -> None:
-        """Add a layer by its attention weights `[R, H, n, L]`, as `output_attentions=True` returns them.
+        """Add a layer by its attention weights `[R, H, L, L]`, as `output_attentions=True` returns them.
 
         Raises:
             TypeError: it is not a tensor.
@@ -130,14 +122,13 @@ class AttentionGraph:
         if attention.dim() != 4:
             raise ValueError(f"attention must have shape [R, H, n, L], got {list(attention.shape)}")
         batch, (n, length) = len(self.positions), attention.shape[2:]
-        self._check_pass(len(attention), n, length)
+        self._check_pass(len(attention), n, length, None)
         if self._sum is None:
             self._sum = self._zeros(attention)
-        rows = self.positions if self.rows is None else self.rows
-        real = (self.positions >= 0) & (self.positions < length) & (rows >= 0) & (rows < n)
-        place, row = self.positions.clamp(0, length - 1), rows.clamp(0, n - 1)
+        real = (self.positions >= 0) & (self.positions < length)
+        place = self.positions.clamp(0, length - 1)
         index = torch.arange(batch, device=place.device)[:, None, None]
-        weights = attention.detach()[index, :, row[:, :, None], place[:, None, :]]  # [B, M, M, H]
+        weights = attention.detach()[index, :, place[:, :, None], place[:, None, :]]  # [B, M, M, H]
         weights = weights.mean(-1, dtype=self._sum.dtype)
         self._sum += torch.where(real[:, :, None] & real[:, None, :], weights, 0.0)
         self._added += 1
@@ -157,17 +148,28 @@ class AttentionGraph:
             )
         return self._sum / self._added
 
+    def select(self, rows: Sequence[int]) -> AttentionGraph:
+        """A graph of these rows, none of whose layers is added yet; those beyond B are left out."""
+        return AttentionGraph(self.positions[[row for row in rows if row < len(self.positions)]], self.layers)
+
+    def put(self, rows: Sequence[int], part: AttentionGraph) -> None:
+        """Take over what has been added to `select(rows)`."""
+        scores = part.scores()
+        if self._sum is None:
+            self._sum, self._added = self._zeros(scores), 1
+        self._sum[[row for row in rows if row < len(self.positions)]] = scores
+
     def _zeros(self, x: Tensor) -> Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         batch, many = self.positions.shape
         return x.new_zeros((batch, many, many), dtype=dtype)
 
-    def _check_pass(self, rows: int, n: int, length: int) -> None:
-        if rows < len(self.positions):
+    def _check_pass(self, batch: int, n: int, length: int, rows: Tensor | None) -> None:
+        if batch < len(self.positions):
             raise ValueError(
-                f"the graph has {len(self.positions)} rows of positions, the pass has {rows} rows"
+                f"the graph has {len(self.positions)} rows of positions, the pass has {batch} rows"
             )
-        if self.rows is None and n != length:
+        if rows is None and n != length:
             raise ValueError(f"the graph needs rows, as the pass computes {n} of {length} positions")
 
 
@@ -181,17 +183,55 @@ def _left_aligned(k: Tensor, positions: Tensor, key_mask: Tensor) -> tuple[Tenso
     return k, place, key_mask.sum(-1)
 
 
-def _share(layers: float) -> float:
-    if not is_number(layers):
-        raise TypeError(f"layers must be a number or a collection of ints, got {layers!r}")
-    if not 0 < layers <= 1:
-        raise ValueError(f"layers must be a share in (0, 1] or indices of layers, got {layers!r}")
-    return float(layers)
+def layer_choice(layers: object) -> float | frozenset[int]:
+    """Which layers: the share of the last ones, in (0, 1], or their indices.
 
-
-def _indices(layers: Collection[int]) -> frozenset[int]:
-    if any(not is_int(layer) for layer in layers):
-        raise TypeError(f"layers must be a number or a collection of ints, got {layers!r}")
+    Raises:
+        TypeError: neither a number nor a collection of ints.
+        ValueError: no share, or no indices.
+    """
+    if is_number(layers):
+        if not 0 < layers <= 1:
+            raise ValueError(f"layers must be a share in (0, 1] or indices of layers, got {layers!r}")
+        return float(layers)
+    if not isinstance(layers, list | tuple | range | set | frozenset) or not all(
+        is_int(layer) for layer in layers
+    ):
+        raise TypeError(f"layers must be a number or a list, tuple or set of ints, got {layers!r}")
     if not layers or min(layers) < 0:
         raise ValueError(f"layers must be a share in (0, 1] or indices of layers, got {layers!r}")
-    return frozenset(layers)
+    return frozenset(map(int, layers))
+
+
+bidirectional: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Models whose attention was looked at, by their id: not all can be hashed."""
+
+
+def check_bidirectional(attentions: Sequence[Tensor], model: object) -> None:
+    """Check, once per model, that its attention maps are not those of causal attention.
+
+    Args:
+        attentions: maps `[B, H, n, L]` of the layers, as `output_attentions=True` returns them. One of a
+            single position says nothing.
+        model: what made them. One that cannot be weakly referenced is checked each time.
+
+    Raises:
+        ValueError: above the diagonal all weights of a layer are zero; names the model's class.
+    """
+    maps = [
+        attention for attention in attentions if isinstance(attention, Tensor) and attention.shape[-1] > 1
+    ]
+    if id(model) in bidirectional or not maps:
+        return
+    if any(not attention.triu(1).any() for attention in maps):
+        raise causal(model)
+    with contextlib.suppress(TypeError):  # no weak reference
+        bidirectional[id(model)] = model
+
+
+def causal(model: object) -> ValueError:
+    """The error for a model with causal attention."""
+    return ValueError(
+        f"{type(model).__name__} has causal attention: its weights do not tell how positions depend on each "
+        "other; an attention graph needs a model with bidirectional attention"
+    )
