@@ -1,4 +1,4 @@
-"""DAPD's unmasking rule (arXiv:2603.12996): commit together what attention does not tie together."""
+"""DAPD's unmasking rule (arXiv:2603.12996): commit together what does not attend to each other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from dlmkern.graph import layer_choice
 class DAPD(UnmaskingRule):
     """Dependency-aware parallel decoding: an independent set of the block's masked positions.
 
-    Two positions are tied as far as they attend to each other, in the mean over the heads of the last layers.
-    Each pass goes through the positions by falling `tie strength x confidence` and commits those without an
-    edge to what it has committed; see `ops.dapd_select`. With `m` of the answer's `G` tokens still masked, an
-    edge is a tie of more than `tau_min + (tau_max - tau_min) (1 - m / G)` times the candidate's strongest.
+    The weight of two positions is how much they attend to each other, in the mean over the heads of the last
+    layers. Each pass goes through the positions by falling `sum of weights x confidence` and commits those
+    without an edge to what it has committed; see `ops.dapd_select`. With `m` of the answer's `G` tokens still
+    masked, there is an edge from a candidate to another position if their weight exceeds
+    `tau_min + (tau_max - tau_min) (1 - m / G)` times the candidate's largest.
 
-    With a KV cache, the ties are those of the block's fresh queries and keys; outside the block, stale keys
-    take their share of the softmax. With guidance, they are those of the pass that shows the prompt.
+    With a KV cache, the weights are those of the block's fresh queries and keys; outside the block, stale
+    keys take their share of the softmax. With guidance, they are those of the half that sees the prompt.
 
     Args:
         variant: "staged": in the second half of the answer, all of confidence `late` or more are committed

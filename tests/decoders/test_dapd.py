@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,6 +143,22 @@ def test_a_foreign_model_that_returns_its_maps(checkpoint: str, guidance: float)
         ours = dlmkern.generate(model, [*PROMPTS, PROMPTS[0]], decoder, G)
         theirs = dlmkern.generate(with_maps(model), [*PROMPTS, PROMPTS[0]], decoder, G, **ids_of(model))
         assert all(same(ours, theirs, row, row) for row in range(4))
+
+
+def test_maps_need_no_transformers() -> None:
+    """Which is an extra: a model of torch alone is decoded where it is not installed."""
+    program = """
+import sys, types
+sys.modules["transformers"] = None
+import torch, dlmkern
+def model(ids):
+    logits = torch.nn.functional.one_hot(ids % 5, 7).double()
+    maps = torch.full((*ids.shape, ids.shape[1]), 1 / ids.shape[1]).unsqueeze(1)
+    return types.SimpleNamespace(logits=logits, attentions=(maps, maps))
+print(dlmkern.generate(model, [[1]], "dapd", 3, mask_token_id=6).nfe.tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[3]"
 
 
 def test_layers() -> None:
