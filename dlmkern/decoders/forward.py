@@ -244,7 +244,7 @@ def _ragged(end: Tensor, lengths: Sequence[int]) -> Tensor | None:
 
 
 def _call_foreign(model: Model, ids: Tensor, graph: AttentionGraph, keywords: dict[str, Any]) -> Any:
-    if "transformers" in sys.modules:  # without it, the model is none of its own
+    if isinstance(model, nn.Module) and sys.modules.get("transformers"):  # else it is none of transformers
         from dlmkern.models.transformers_graph import feeding, supports_graph
 
         if supports_graph(model):
