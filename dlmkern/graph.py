@@ -1,4 +1,4 @@
-"""The weights of DAPD's dependency graph (arXiv 2603.12996), collected during a forward pass."""
+"""The weights of DAPD's dependency graph (arXiv:2603.12996), collected during a forward pass."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ class MaskedLM(PreTrainedModel):
             cache: from `new_cache`.
             cache_rows: int64 `[B]`, which of the cache's rows whole rows go to. None: all of them, in order.
             position_ids: int64 `[B, n]`, where in its row each token of `input_ids` is; -1 is padding.
-            graph: to be fed with the attention of the layers that it wants; not together with
-                `attention_mask`. Of its positions, those that are not computed count as padding.
+            graph: to be fed with the attention of the layers that it wants. Of its positions, those that are
+                hidden or not computed count as padding. `lengths` is faster here than `attention_mask`.
 
         Returns:
             `logits [B, n or m, embedding_size]` in the model's dtype, padded vocabulary rows included. Those
@@ -148,9 +148,10 @@ class MaskedLM(PreTrainedModel):
         if positions is not None:
             _check_ids("positions", positions, (batch, None), 0, n)
         if graph is not None:
-            _check_graph(graph, attention_mask, batch, length)
+            _check_graph(graph, batch, length)
             graph_rows = None if position_ids is None else _columns(position_ids, graph.positions, length)
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
+        graph_mask = None if key_mask is None or lengths is not None else key_mask[:, 0, 0]
         # Whatever is kept of a pass is kept without its graph.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             if position_ids is None:
@@ -168,7 +169,7 @@ class MaskedLM(PreTrainedModel):
                     if graph is None or not graph.wants(layer, len(self.blocks)):
                         return attention(q, k, v, key_mask)
                     attended, lse = attention_with_lse(q, k, v, key_mask)
-                    graph.add(q, k, rows=graph_rows, lengths=lengths, lse=lse)
+                    graph.add(q, k, rows=graph_rows, lengths=lengths, key_mask=graph_mask, lse=lse)
                     return attended
 
                 x = block(x, rope, attend)
@@ -237,19 +238,23 @@ def _key_mask(
 
 
 def _columns(position_ids: Tensor, positions: Tensor, length: int) -> Tensor:
-    """Where in `position_ids [B, n]` each of `positions [B, M]` is; -1 if nowhere."""
+    """Where in `position_ids [B, n]` each of `positions [B, M]` is: the last such column, or -1."""
     batch, n = position_ids.shape
-    column = torch.full((batch, length + 1), -1, device=position_ids.device)  # the last is for padding
-    column.scatter_(1, position_ids % (length + 1), torch.arange(n, device=column.device).expand(batch, -1))
-    column[:, -1] = -1
-    return column[: len(positions)].gather(1, positions % (length + 1))
+
+    def place(x: Tensor) -> Tensor:  # what lies in no row goes to one more place, at the end
+        return torch.where((x >= 0) & (x < length), x, length)
+
+    column = torch.full((batch, length + 1), -1, device=position_ids.device)
+    source = torch.arange(n, device=position_ids.device).expand(batch, n)
+    column.scatter_reduce_(1, place(position_ids), source, "amax")
+    column[:, length] = -1
+    return column[: len(positions)].gather(1, place(positions))
 
 
-def _check_graph(graph: AttentionGraph, attention_mask: Tensor | None, batch: int, length: int) -> None:
+def _check_graph(graph: AttentionGraph, batch: int, length: int) -> None:
+    """Check that the graph fits, before anything is written to the cache."""
     if not isinstance(graph, AttentionGraph):
         raise TypeError(f"graph must be an AttentionGraph, got {type(graph).__name__}")
-    if attention_mask is not None:
-        raise ValueError("graph needs rows that are left-aligned: give lengths, not attention_mask")
     if len(graph.positions) > batch:
         raise ValueError(f"graph has {len(graph.positions)} rows of positions, input_ids has {batch} rows")
     _check_ids("graph.positions", graph.positions, (None, None), -1, length)

@@ -1,11 +1,11 @@
-"""Attention graphs of transformers' own models, and of attention maps.
+"""Attention graphs of transformers' own models.
 
     with feeding(model, graph):
         logits = model(input_ids).logits
     graph.scores()
 
 The model computes what it would compute without: its attention is still transformers' SDPA, whose queries and
-keys are looked at in passing.
+keys are looked at in passing. What SDPA leaves out (soft caps, attention sinks) is not in the graph either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dlmkern.graph import AttentionGraph, bidirectional, causal
-from dlmkern.models.masked_lm import MaskedLM
 
 try:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -29,16 +28,16 @@ except ImportError:  # before 4.53 transformers has no such interface, and none 
     ALL_MASK_ATTENTION_FUNCTIONS = ALL_ATTENTION_FUNCTIONS = None  # type: ignore[assignment]
 
 NAME = "dlmkern_attention_graph"
-HIDDEN = -1e4  # what hides a key in masks that are added, or less: of its weight, nothing is left in float32
-REFUSED = {"position_bias": "a position bias", "s_aux": "attention sinks", "softcap": "a soft cap"}
-"""Arguments of attention functions that the graph knows nothing of."""
+HIDDEN = -1e4
+"""In masks that are added to the scores: at or below this, a key's weight is 0 in float32."""
 
 
 def supports_graph(model: object) -> TypeGuard[PreTrainedModel]:
     """Whether `feeding` can feed a graph from it.
 
-    It can for a decoder-only or encoder-only model of transformers (4.54 or newer) whose attention goes
-    through transformers' attention interface and is "sdpa". `MaskedLM`s take the graph as an argument.
+    It can for a model of transformers (4.54 or newer) that is one stack of layers, whose attention goes
+    through transformers' attention interface and is "sdpa". Whether all layers do shows only in the pass.
+    The models of this package take the graph as an argument.
     """
     return _unsupported(model) is None
 
@@ -51,16 +50,14 @@ def feeding(model: PreTrainedModel, graph: AttentionGraph) -> Iterator[None]:
     checked; on an accelerator, where this would stall it, only in the first pass of a model that has masks.
 
     Raises:
+        TypeError: `graph` is not an AttentionGraph.
         ValueError: `supports_graph` is false; a wanted layer's attention is causal, is limited to a window
-            that is shorter than the row, or has something else that the graph cannot represent; or it was
-            not one forward pass.
+            that is shorter than the row, or has a bias; or it was not one forward pass through the layers.
     """
     if reason := _unsupported(model):
         raise ValueError(f"{type(model).__name__} cannot feed an attention graph: {reason}")
     if not isinstance(graph, AttentionGraph):
         raise TypeError(f"graph must be an AttentionGraph, got {type(graph).__name__}")
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     # Parts of a model may have configurations of their own.
     parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     switched = [config for config in parts.values() if config._attn_implementation == "sdpa"]
@@ -80,17 +77,11 @@ def feeding(model: PreTrainedModel, graph: AttentionGraph) -> Iterator[None]:
 
 def _unsupported(model: object) -> str | None:
     """Why the model cannot feed a graph."""
-    if isinstance(model, MaskedLM):
-        return "it takes the graph as an argument of its forward pass"
     if not isinstance(model, PreTrainedModel):
         return "it is not a PreTrainedModel of transformers"
     can_switch = getattr(model, "_can_set_attn_implementation", None)
-    if ALL_MASK_ATTENTION_FUNCTIONS is None or can_switch is None:
-        return "this version of transformers is too old"
-    if not can_switch():
-        return "its attention does not go through transformers' attention interface"
-    if model.config.is_encoder_decoder:
-        return "it has an encoder and a decoder"
+    if can_switch is None or not can_switch():
+        return "its attention does not go through transformers' attention interface, of 4.54 or newer"
     if model.config._attn_implementation != "sdpa":
         return f'its attn_implementation is {model.config._attn_implementation!r}, not "sdpa"'
     return None
@@ -113,22 +104,23 @@ class _Feed:
         layer, self.layer = self.layer, self.layer + 1
         if layer >= self.n_layers:
             raise self.error(
-                f"more attention than its {self.n_layers} layers have; expected one forward pass"
+                f"more attention than its {self.n_layers} layers have; expected one forward pass, and no "
+                "second stack of layers"
             )
         if not self.graph.wants(layer, self.n_layers):
             return
-        for name, what in REFUSED.items():
-            if options.get(name) is not None:
-                raise self.error(f"{what} in layer {layer}, which an attention graph cannot represent")
-        window = options.get("sliding_window", getattr(module, "sliding_window", None))
-        if window is not None and k.shape[2] > window:
-            raise self.error(
-                f"a window of {window} positions in layer {layer}, and rows of {k.shape[2]}; expected full "
-                "attention in the layers of the graph"
-            )
+        if options.get("position_bias") is not None:
+            raise self.error(f"a bias of the attention in layer {layer}, which a graph cannot represent")
         key_mask = None
         if mask is not None:
             self.masked = True
+            # Told by the shape, as values may go unread.
+            window = options.get("sliding_window", getattr(module, "sliding_window", None))
+            if window is not None and k.shape[2] > window:
+                raise self.error(
+                    f"a window of {window} positions in layer {layer}, and rows of {k.shape[2]}; expected "
+                    "full attention in the layers of the graph"
+                )
             key_mask = self.key_mask(mask, len(q), layer)
         else:
             is_causal = options.get("is_causal")
@@ -171,17 +163,18 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: "sdpa", and the graph gets to see queries and keys."""
-    options |= {"scaling": scaling, "is_causal": is_causal}
     feed = _feed.get()
     if feed is not None:
         feed.take(module, query, key, attention_mask, options)
     result: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, query, key, value, attention_mask, dropout=dropout, **options
+        module, query, key, value, attention_mask, **options
     )
     return result
+
+
+if ALL_ATTENTION_FUNCTIONS is not None:
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

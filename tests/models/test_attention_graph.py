@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -61,8 +62,12 @@ def no_cpu_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Recorder(AttentionGraph):
     """Keeps what it gets."""
 
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__(positions)
+        self.got: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+
     def add(self, q: Tensor, k: Tensor, **options: Any) -> None:
-        vars(self).setdefault("got", []).append((q, k, options))
+        self.got.append((q, k, options))
         super().add(q, k, **options)
 
 
@@ -104,7 +109,7 @@ def test_recorded_attention(prompt: int) -> None:
     recorder = Recorder(everywhere)
     load_model(DATA / "models/llada_seed0")(input_ids, graph=recorder)
     assert_close(recorder.scores()[0], expected, 1e-6)
-    for (q, k, _), (official_q, official_k) in zip(vars(recorder)["got"], kept, strict=True):
+    for (q, k, _), (official_q, official_k) in zip(recorder.got, kept, strict=True):
         assert_close(q, official_q, 2e-5)
         assert_close(k, official_k, 2e-5)
 
@@ -131,6 +136,35 @@ def test_a_padded_batch_equals_solo(folder: Path, dtype: str) -> None:
         assert_close(graph.scores()[row], solo.scores()[0], {"float32": 2e-6, "bfloat16": 0.02}[dtype])
 
 
+def test_hidden_keys_equal_none(model: MaskedLM, plain: PlainModel) -> None:
+    """Left padding and holes: as the row without them. A hidden position counts as padding."""
+    batch, mask = ids(3, 9), torch.ones(3, 9, dtype=torch.int64)
+    mask[0, :3] = mask[1, 1] = mask[1, 6:8] = 0
+    positions = torch.tensor([[3, 8, 2, -1], [0, 2, 8, 6], [5, 8, 0, 7]])
+    graph = AttentionGraph(positions)
+    model(batch, attention_mask=mask, graph=graph)
+    for row, real in enumerate(mask.bool()):
+        plain(batch[row, real], real.nonzero()[:, 0].tolist())
+        place = (
+            (real.cumsum(0) - 1).masked_fill(~real, -1)[positions[row]].masked_fill(positions[row] < 0, -1)
+        )
+        assert_close(graph.scores()[row], picked(mean_map(plain, 2, 3), place))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_left_padding_equals_solo(folder: Path, dtype: str) -> None:
+    """Rotations tell only how far positions are from each other."""
+    model = load_model(folder, dtype=dtype)
+    batch, positions = ids(3, 9), torch.tensor([[8, 4, 7, -1], [0, 2, 8, 6], [-1, 7, 8, -1]])
+    starts = torch.tensor([[3], [0], [7]])
+    graph = AttentionGraph(positions)
+    model(batch, attention_mask=torch.arange(9) >= starts, graph=graph)
+    for row, start in enumerate(starts.flatten().tolist()):
+        solo = AttentionGraph((positions[row : row + 1] - start).clamp(min=-1))
+        model(batch[row : row + 1, start:], graph=solo)
+        assert_close(graph.scores()[row], solo.scores()[0], {"float32": 2e-6, "bfloat16": 0.02}[dtype])
+
+
 def test_positions_that_are_nothing_but_padding(model: MaskedLM) -> None:
     for positions in (torch.full((2, 3), -1), torch.empty(2, 0, dtype=torch.int64)):
         graph = AttentionGraph(positions)
@@ -151,13 +185,13 @@ def test_a_block_pass_sees_what_is_stale_elsewhere(model: MaskedLM, plain: Plain
     """The queries are those of the slice, the keys are all that the cache holds."""
     before, tokens = ids(3, 9), ids(3, 4, seed=2)
     places = torch.tensor([[4, 5, 2, -1], [0, 8, 3, 5], [-1, 1, -1, -1]])  # what is computed
-    rows = torch.tensor([[2, 0, -1, 1], [3, -1, 1, 0], [1, -1, -1, -1]])  # what the graph is of
-    positions = places.gather(1, rows.clamp(min=0)).masked_fill(rows < 0, -1)
+    rows = torch.tensor([[2, 0, -1, 1], [3, -1, 1, 0], [1, -1, -1, -1]])
+    positions = places.gather(1, rows.clamp(min=0)).masked_fill(rows < 0, -1)  # what the graph is of
     cache = model.new_cache(3, 12)
     cache.storage.fill_(1e6)  # would spoil any sum it got into
     lengths = torch.tensor(LENGTHS)
     model(before, lengths=lengths, cache=cache)
-    graph = AttentionGraph(positions, rows=rows)
+    graph = AttentionGraph(positions)
     cache = cache.narrow(3, 9)
     model(tokens, lengths=lengths, cache=cache, position_ids=places, graph=graph)
     for row, length in enumerate(LENGTHS):
@@ -175,9 +209,20 @@ def test_a_block_pass_over_nothing_stale_is_the_whole_pass(model: MaskedLM) -> N
     whole = AttentionGraph(positions)
     model(batch, cache=cache, graph=whole)
     place = every_position(2, 9)[:, 3:8]
-    block = AttentionGraph(positions, rows=torch.where(positions < 0, -1, positions - 3))
+    block = AttentionGraph(positions)
     model(batch[:, 3:8], cache=cache, position_ids=place, graph=block)
     assert_close(block.scores(), whole.scores())
+
+
+def test_where_positions_are_computed() -> None:
+    position_ids = torch.tensor([[4, -1, 2, 4], [-1, 5, 0, -1], [1, 2, 3, 4]])
+    positions = torch.tensor([[2, 4, -1, 5], [0, -1, 5, 3]])
+    columns = masked_lm._columns(position_ids, positions, 6)
+    assert columns.tolist() == [[2, 3, -1, -1], [2, -1, 1, -1]]
+    # On an accelerator nothing checks these values.
+    for shift in (7, -7):
+        columns = masked_lm._columns(position_ids + shift, positions + shift, 6)
+        assert columns.tolist() == [[-1] * 4] * 2
 
 
 @pytest.mark.parametrize(
@@ -224,14 +269,14 @@ def test_recording_changes_no_logits(
         for record in (False, True):
             cache = model.new_cache(3, 9)
 
-            def graph(rows: Tensor | None, record: bool = record) -> dict[str, AttentionGraph]:
-                return {"graph": AttentionGraph(places, 1.0, rows=rows)} if record else {}
+            def graph(record: bool = record) -> dict[str, AttentionGraph]:
+                return {"graph": AttentionGraph(places, 1.0)} if record else {}
 
             results.append(
                 (
-                    model(batch, **options, **graph(None)).logits,
-                    model(batch, cache=cache, **options, **graph(None)).logits,
-                    model(batch[:, 3:5], cache=cache, position_ids=places, **options, **graph(places)).logits,
+                    model(batch, **options, **graph()).logits,
+                    model(batch, cache=cache, **options, **graph()).logits,
+                    model(batch[:, 3:5], cache=cache, position_ids=places, **options, **graph()).logits,
                     cache.storage,
                 )
             )
@@ -295,7 +340,7 @@ def test_row_sums_without_the_kernel(folder: Path, no_cpu_flash: None) -> None:
     batch, lengths = ids(3, 9), torch.tensor(LENGTHS)
     recorder = Recorder(PLACES)
     model(batch, lengths=lengths, graph=recorder)
-    assert [options["lse"] for _, _, options in vars(recorder)["got"]] == [None, None]
+    assert [options["lse"] for _, _, options in recorder.got] == [None, None]
     layers._has_cpu_flash.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "_cpu_flash", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
@@ -317,9 +362,9 @@ def test_keys_hidden_anywhere() -> None:
         hidden = ~key_mask[row][positions[row].clamp(min=0)]
         expected = picked(weights[row], positions[row].masked_fill(hidden, -1))
         assert_close(graph.scores()[row], expected, 1e-12)
-    block = AttentionGraph(positions[:, :1], rows=torch.tensor([[1], [0]]))
-    rows = torch.tensor([[2, 6], [0, 3]])[:, None, :, None].expand(2, 4, 2, 8)
-    block.add(q.gather(2, rows), k, key_mask=key_mask, scale=0.3)
+    block = AttentionGraph(positions[:, :1])
+    places = torch.tensor([[2, 6], [0, 3]])[:, None, :, None].expand(2, 4, 2, 8)
+    block.add(q.gather(2, places), k, rows=torch.tensor([[1], [0]]), key_mask=key_mask, scale=0.3)
     assert_close(block.scores(), graph.scores()[:, :1, :1], 1e-12)
 
 
@@ -342,12 +387,10 @@ def test_attention_maps() -> None:
         graph.add(q, k)
         by_map.add_map(weights)
     assert_close(by_map.scores(), graph.scores(), 1e-6)
-    slices = AttentionGraph(positions, rows=torch.tensor([[1, 0, -1, 2], [0, 1, 2, 0]]))
-    some = torch.tensor([[2, 6, 0], [0, 6, 2]])
-    slices.add_map(weights.gather(2, some[:, None, :, None].expand(2, 4, 3, 7)).bfloat16())
-    assert slices.scores().dtype == torch.float32
-    assert_close(slices.scores()[0], graph.scores()[0], 1e-2)
-    assert_close(slices.scores()[1, :3], graph.scores()[1, :3], 1e-2)
+    half = AttentionGraph(positions)
+    half.add_map(weights.bfloat16())
+    assert half.scores().dtype == torch.float32
+    assert_close(half.scores(), graph.scores(), 1e-2)
     first = AttentionGraph(positions[:1])
     first.add_map(weights)
     assert_close(first.scores(), graph.scores()[:1], 1e-6)
@@ -396,11 +439,13 @@ def on_an_accelerator(mask: bool) -> None:
             graph = AttentionGraph(places)
             model(tokens, graph=graph, **options)
             assert graph.scores().device == device
-        graph = AttentionGraph(places[:, :3], rows=places[:, :3])
+        graph = AttentionGraph(places[:, :3])
         model(tokens[:, :4], lengths=lengths, cache=cache, position_ids=places[:, :4], graph=graph)
         q = torch.zeros(2, 4, 9, 8, device=device)
         graph = AttentionGraph(places)
         graph.add(q, q[:, :2], key_mask=tokens.bool())
+        graph.add(q[:, :, :4], q[:, :2], rows=places, key_mask=tokens.bool())
+        model(tokens, attention_mask=tokens, graph=graph)
         graph.add_map(torch.zeros(2, 4, 9, 9, device=device))
         graph.scores()
 
@@ -449,22 +494,25 @@ def test_tracing(checkpoint: Checkpoint) -> None:
         ({"positions": [[1]]}, TypeError, "positions must be an int64 tensor, got list"),
         ({"positions": torch.zeros(1, 2)}, TypeError, "positions must be an int64 tensor, got torch.float32"),
         ({"positions": torch.arange(3)}, ValueError, r"positions must have shape \[\*, \*\], got \[3\]"),
-        ({"rows": torch.zeros(2, 2).int()}, TypeError, "rows must be an int64 tensor, got torch.int32"),
-        (
-            {"rows": torch.arange(2)[None]},
-            ValueError,
-            r"rows must be like positions, \[2, 2\] on cpu, got \[1",
-        ),
         ({"layers": 0.0}, ValueError, r"layers must be a share in \(0, 1\] or indices of layers, got 0.0"),
         ({"layers": 1.5}, ValueError, "layers must be a share"),
         ({"layers": float("nan")}, ValueError, "layers must be a share"),
         ({"layers": ()}, ValueError, "layers must be a share"),
         ({"layers": [-1]}, ValueError, "layers must be a share"),
         ({"layers": 3}, ValueError, "layers must be a share in .* got 3"),
-        ({"layers": True}, TypeError, "layers must be a number or a collection of ints, got True"),
-        ({"layers": "12"}, TypeError, "layers must be a number or a collection of ints, got '12'"),
-        ({"layers": [0.3]}, TypeError, "layers must be a number or a collection of ints"),
-        ({"layers": [True]}, TypeError, "layers must be a number or a collection of ints"),
+        ({"layers": -0.3}, ValueError, "layers must be a share in .* got -0.3"),
+        ({"layers": {1, -2}}, ValueError, "layers must be a share in .* got {1, -2}"),
+        ({"layers": True}, TypeError, "layers must be a number or a list, tuple or set of ints, got True"),
+        ({"layers": "12"}, TypeError, "layers must be a number or a list, tuple or set of ints, got '12'"),
+        ({"layers": [0.3]}, TypeError, "layers must be a number or a list, tuple or set of ints"),
+        ({"layers": [True]}, TypeError, "layers must be a number or a list, tuple or set of ints"),
+        ({"layers": b"12"}, TypeError, "layers must be a number or a list, tuple or set of ints, got b'12'"),
+        (
+            {"layers": {1: 2}},
+            TypeError,
+            "layers must be a number or a list, tuple or set of ints, got {1: 2}",
+        ),
+        ({"layers": None}, TypeError, "layers must be a number or a list, tuple or set of ints, got None"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -477,24 +525,12 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
     [
         (every_position(2, 3), {}, TypeError, "graph must be an AttentionGraph, got Tensor"),
         (
-            AttentionGraph(every_position(2, 3)),
-            {"attention_mask": torch.ones(2, 5)},
-            ValueError,
-            "give lengths, not attention_mask",
-        ),
-        (
             AttentionGraph(every_position(3, 3)),
             {},
             ValueError,
             "graph has 3 rows of positions, input_ids has 2",
         ),
         (AttentionGraph(every_position(2, 6)), {}, ValueError, r"graph.positions must lie in \[-1, 5\)"),
-        (
-            AttentionGraph(every_position(2, 3), rows=every_position(2, 3) + 3),
-            {},
-            ValueError,
-            r"graph.rows must lie in \[-1, 5\)",
-        ),
         (
             AttentionGraph(every_position(2, 3), {2}),
             {},
@@ -508,18 +544,6 @@ def test_bad_graphs(
 ) -> None:
     with pytest.raises(error, match=message):
         load_model(checkpoint())(ids(2, 5), graph=graph, **options)
-
-
-def test_a_slice_needs_rows(checkpoint: Checkpoint) -> None:
-    model = load_model(checkpoint())
-    cache = model.new_cache(2, 9)
-    with pytest.raises(ValueError, match="graph needs rows, as input_ids has 3 of 9 positions"):
-        model(
-            ids(2, 3),
-            cache=cache,
-            position_ids=every_position(2, 3),
-            graph=AttentionGraph(every_position(2, 3)),
-        )
 
 
 def test_bad_layers() -> None:
@@ -538,6 +562,42 @@ def test_bad_layers() -> None:
         graph.add_map(q)
     with pytest.raises(TypeError, match="attention must be a tensor, got NoneType"):
         graph.add_map(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layers", "choice"),
+    [
+        (0.3, 0.3),
+        (1, 1.0),
+        (np.float32(0.5), 0.5),
+        ([3, 1, 3], {1, 3}),
+        (range(2, 4), {2, 3}),
+        (frozenset({0}), {0}),
+        ([np.int64(2)], {2}),
+    ],
+)
+def test_choices_of_layers(layers: Any, choice: float | set[int]) -> None:
+    got = AttentionGraph(every_position(1, 1), layers).layers
+    assert got == choice
+    assert isinstance(got, float if isinstance(choice, float) else frozenset)
+
+
+def test_parts_of_a_batch() -> None:
+    """Passes over some of the rows each, one of them over a row beyond those of the graph."""
+    positions = torch.tensor([[6, 2, -1, 0], [0, 6, 2, 5], [1, -1, 4, 3]])
+    q, k = (torch.cat((x, x.flip(2))) for x in projections(torch.float32, n=7)[:2])
+    whole, graph = AttentionGraph(positions, {0, 2}), AttentionGraph(positions, {0, 2})
+    for scale in (0.2, 0.5):
+        whole.add(q, k, scale=scale)
+    for rows in ([3, 1], [0, 2]):
+        part = graph.select(rows)
+        assert part.layers == {0, 2}
+        with pytest.raises(ValueError, match="got no layer"):
+            graph.put(rows, part)
+        for scale in (0.2, 0.5):
+            part.add(q[rows[-len(part.positions) :]], k[rows[-len(part.positions) :]], scale=scale)
+        graph.put(rows, part)
+    assert_close(graph.scores(), whole.scores(), 1e-6)
 
 
 def test_no_layer_was_added() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     LlamaConfig,
@@ -16,13 +18,12 @@ from transformers import (
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dlmkern.models import AttentionGraph, tiny, transformers_graph
-from dlmkern.models.transformers_graph import check_bidirectional, feeding, supports_graph
+from dlmkern.graph import AttentionGraph, check_bidirectional
+from dlmkern.models import tiny, transformers_graph
+from dlmkern.models.transformers_graph import feeding, supports_graph
 from tests.models.support import ids
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -214,14 +215,23 @@ def test_masks_that_a_graph_cannot_represent(mask: Tensor, message: str) -> None
             model(ids(2, 9), attention_mask=torch.arange(9).expand(2, 9) < 8)
 
 
-@pytest.mark.parametrize("name", transformers_graph.REFUSED)
-def test_options_that_a_graph_cannot_represent(name: str) -> None:
+def test_a_position_bias() -> None:
+    """An argument of attention functions, beside the mask."""
     model = bert()
     with (
-        pytest.raises(ValueError, match=f"BertForMaskedLM had {transformers_graph.REFUSED[name]} in layer 2"),
+        pytest.raises(ValueError, match="BertForMaskedLM had a bias of the attention in layer 2"),
         feeding(model, AttentionGraph(POSITIONS)),
     ):
-        model(ids(2, 9), **{name: torch.zeros(1, 1, 9, 9)})
+        model(ids(2, 9), position_bias=torch.zeros(1, 1, 9, 9))
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_what_sdpa_leaves_out_does_not_count(name: str) -> None:
+    model, graph = bert(), AttentionGraph(POSITIONS)
+    with feeding(model, graph):
+        logits = model(ids(2, 9), **{name: torch.ones(4)}).logits
+    assert torch.equal(logits, model(ids(2, 9)).logits)
+    assert_close(graph.scores(), expected_scores(bert, POSITIONS, 2, 3, input_ids=ids(2, 9)))
 
 
 def test_the_setting_is_restored() -> None:
@@ -261,14 +271,37 @@ def test_one_pass(passes: int, what: str) -> None:
         run()
 
 
-def test_models_that_feed_nothing() -> None:
-    t5 = T5ForConditionalGeneration(
-        T5Config(d_model=8, d_ff=8, d_kv=4, num_heads=2, num_layers=1, vocab_size=9)
+def test_models_of_another_shape() -> None:
+    """A second stack of layers, or attention that goes another way."""
+    bart = BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=50,
+            d_model=8,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+        )
     )
+    for model, message in (
+        (bart, "BartForConditionalGeneration had more attention than its 2 layers have; .* no second stack"),
+        (tiny(), "LLaDAModelLM had attention in 0 of 4 layers through transformers' interface"),
+    ):
+        with pytest.raises(ValueError, match=message), feeding(model, AttentionGraph(POSITIONS)):
+            model(ids(2, 9) % 18)
+
+
+def test_models_that_feed_nothing() -> None:
+    class Own(PreTrainedModel):
+        config_class = BertConfig
+
+        @classmethod
+        def _can_set_attn_implementation(cls) -> bool:
+            return False
+
     for model, reason in (
         (bert("eager"), "attn_implementation is 'eager', not \"sdpa\""),
-        (tiny(), "takes the graph as an argument"),
-        (t5, "an encoder and a decoder"),
+        (Own(BertConfig()), "does not go through transformers' attention interface"),
         (torch.nn.Linear(2, 2), "not a PreTrainedModel"),
         (print, "not a PreTrainedModel"),
     ):
@@ -282,8 +315,8 @@ def test_models_that_feed_nothing() -> None:
             pass
     with (
         pytest.raises(TypeError, match="graph must be an AttentionGraph, got Tensor"),
-        feeding(bert(), POSITIONS),
-    ):  # type: ignore[arg-type]
+        feeding(bert(), POSITIONS),  # type: ignore[arg-type]
+    ):
         pass
 
 
