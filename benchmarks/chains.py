@@ -1,7 +1,7 @@
 """One to eight independent chains: `dlmkern.models.chains4` with a number of chains that is asked for.
 
 A prompt is BOS and eight slots for a chain each; slots beyond the chains asked for are filled with PAD. The
-answer has as many chains as were asked for. So a chain's answer is always as far from its prompt.
+answer has as many chains as were asked for. So a chain's answer is always equally far from its prompt.
 """
 
 from pathlib import Path

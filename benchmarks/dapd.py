@@ -10,18 +10,15 @@ JSON file, with a plot beside it.
   independent parts.
 """
 
-import argparse
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import track
 
 import dlmkern
-from benchmarks import chains, quality
+from benchmarks import chains, quality, study
 from benchmarks.markdown import table
 from dlmkern import decoders, models
 from dlmkern.decoders import Decoder
@@ -30,7 +27,6 @@ from dlmkern.models.chains4 import CHAIN_LENGTH
 
 TAUS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 BLOCK_LENGTHS = {"blocks, 4 chains": (8, 10, 16, 20, 32, 40), "blocks, 8 chains": (8, 16, 32, 40, 80)}
-CHECKPOINT = Path(__file__).parent / "checkpoints" / "chains8"
 
 
 def curve_candidates() -> Iterable[tuple[str, str, Decoder]]:
@@ -59,43 +55,29 @@ def curve_candidates() -> Iterable[tuple[str, str, Decoder]]:
         yield "DAPD direct", f"tau={tau}", decoders.dapd("direct", tau, tau)
 
 
-def block_rules() -> dict[str, Callable[[int | None], Decoder]]:
-    """By name, the decoder for blocks of a length."""
+def block_decoders(length: int) -> dict[str, Decoder]:
+    """By name, the decoders that are compared in blocks of a length."""
     return {
-        "threshold 0.9": lambda n: decoders.threshold(0.9, n),
-        "threshold 0.4": lambda n: decoders.threshold(0.4, n),
-        "DAPD direct, tau 0.005..0.05": lambda n: decoders.dapd("direct", 0.005, 0.05, n),
-        "DAPD staged, tau 0.001": lambda n: decoders.dapd("staged", 0.001, 0.001, n),
-        "DAPD staged, default": lambda n: decoders.dapd(block_length=n),
+        "threshold 0.9": decoders.threshold(0.9, length),
+        "threshold 0.4": decoders.threshold(0.4, length),
+        "DAPD direct, tau 0.005..0.05": decoders.dapd("direct", 0.005, 0.05, length),
+        "DAPD staged, tau 0.001": decoders.dapd("staged", 0.001, 0.001, length),
+        "DAPD staged, default": decoders.dapd(block_length=length),
     }
 
 
-def part_decoders() -> dict[str, Callable[[int], Decoder]]:
-    """By name, the decoder for an answer of a length."""
+def part_decoders(length: int) -> dict[str, Decoder]:
+    """By name, the decoders that are compared on answers of a length. Only "top 4" depends on it."""
     return {
-        "one a pass": lambda n: decoders.vanilla(None),
-        "top 4": lambda n: decoders.vanilla(None, -(-n // 4)),
-        "threshold 0.9": lambda n: decoders.threshold(0.9, None),
-        "DepCap, tau_low 0.3, gamma -8": lambda n: decoders.depcap(tau_low=0.3, gamma=-8.0),
-        "DepCap's rule, gamma -4": lambda n: Decoder(
-            decoders.WholeSequence(), decoders.CAP(tau_low=0.3, gamma=-4.0)
-        ),
-        "DAPD staged, tau 0.001": lambda n: decoders.dapd("staged", 0.001, 0.001),
-        "DAPD staged, default": lambda n: decoders.dapd(),
-        "DAPD direct, tau 0.001": lambda n: decoders.dapd("direct", 0.001, 0.001),
+        "one a pass": decoders.vanilla(None),
+        "top 4": decoders.vanilla(None, -(-length // 4)),
+        "threshold 0.9": decoders.threshold(0.9, None),
+        "DepCap, tau_low 0.3, gamma -8": decoders.depcap(tau_low=0.3, gamma=-8.0),
+        "DepCap's rule, gamma -4": Decoder(decoders.WholeSequence(), decoders.CAP(tau_low=0.3, gamma=-4.0)),
+        "DAPD staged, tau 0.001": decoders.dapd("staged", 0.001, 0.001),
+        "DAPD staged, default": decoders.dapd(),
+        "DAPD direct, tau 0.001": decoders.dapd("direct", 0.001, 0.001),
     }
-
-
-@dataclass(frozen=True)
-class Row:
-    """A decoder on all prompts."""
-
-    study: str
-    decoder: str
-    setting: int  # block length, or number of chains
-    nfe: float  # mean
-    valid: float  # share of the answers
-    chains: float  # share of the chains
 
 
 def run_curve(prompts: int) -> list[quality.Point]:
@@ -104,57 +86,55 @@ def run_curve(prompts: int) -> list[quality.Point]:
     return [quality.measure(*one, model, asked) for one in track(candidates, "curve", transient=True)]
 
 
-def run_blocks(prompts: int) -> list[Row]:
+def run_blocks(prompts: int) -> dict[str, list[quality.Point]]:
+    """By study, points whose curve is a decoder and whose setting is a block length."""
     tasks = {
         "blocks, 4 chains": (models.tiny(), chains4.prompts(prompts, seed=0)),
-        "blocks, 8 chains": (dlmkern.load_model(CHECKPOINT), chains.prompts(prompts, 8, seed=0)),
+        "blocks, 8 chains": (dlmkern.load_model(chains.CHECKPOINT), chains.prompts(prompts, 8, seed=0)),
     }
-    rows = []
-    for study, (model, asked) in tasks.items():
-        length = max(BLOCK_LENGTHS[study])
-        for name, make in track(block_rules().items(), study, transient=True):
-            for n in BLOCK_LENGTHS[study]:
-                rows.append(_row(study, name, n, model, asked, make(n), length))
-    return rows
+    studies = {}
+    for name, (model, asked) in tasks.items():
+        lengths = BLOCK_LENGTHS[name]
+        studies[name] = [
+            quality.measure(decoder_name, str(length), decoder, model, asked, max(lengths))
+            for length in track(lengths, name, transient=True)
+            for decoder_name, decoder in block_decoders(length).items()
+        ]
+    return studies
 
 
-def run_parts(prompts: int) -> list[Row]:
-    model = dlmkern.load_model(CHECKPOINT)
-    rows = []
+def run_parts(prompts: int) -> list[quality.Point]:
+    """Points whose curve is a decoder and whose setting is a number of chains."""
+    model = dlmkern.load_model(chains.CHECKPOINT)
+    points = []
     for count in track(range(1, chains.MOST_CHAINS + 1), "parts", transient=True):
         asked, length = chains.prompts(prompts, count, seed=0), count * CHAIN_LENGTH
-        for name, make in part_decoders().items():
-            rows.append(_row("parts", name, count, model, asked, make(length), length))
-    return rows
+        for name, decoder in part_decoders(length).items():
+            points.append(quality.measure(name, str(count), decoder, model, asked, length))
+    return points
 
 
-def _row(
-    study: str, name: str, setting: int, model: Any, asked: torch.Tensor, decoder: Decoder, length: int
-) -> Row:
-    point = quality.measure(study, name, decoder, model, asked, length)
-    return Row(study, name, setting, point.nfe, point.valid, point.chains)
-
-
-def pivot(rows: list[Row]) -> str:
-    """A line for each decoder, a column for each setting: NFE, share of the chains that are valid."""
-    settings = sorted({row.setting for row in rows})
-    cells = {(row.decoder, row.setting): f"{row.nfe:.1f}, {row.chains:.2f}" for row in rows}
+def pivot(points: list[quality.Point]) -> str:
+    """A line for each curve, a column for each setting: NFE, share of the chains that are valid."""
+    settings = list(dict.fromkeys(point.setting for point in points))
+    cells = {(point.curve, point.setting): f"{point.nfe:.1f}, {point.chains:.2f}" for point in points}
     lines = [
-        [name, *(cells[name, setting] for setting in settings)]
-        for name in dict.fromkeys(row.decoder for row in rows)
+        [curve, *(cells[curve, setting] for setting in settings)]
+        for curve in dict.fromkeys(point.curve for point in points)
     ]
-    return table(["decoder", *map(str, settings)], lines, left=1)
+    return table(["decoder", *settings], lines, left=1)
 
 
-def plot(points: list[quality.Point], rows: list[Row], file: Path) -> None:
+def plot(curve: list[quality.Point], parts: list[quality.Point], file: Path) -> None:
     """The curve on the left, the parts on the right. Needs matplotlib, of the extra "bench"."""
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5.5), layout="constrained")
-    quality.draw(left, points)
-    for name in dict.fromkeys(row.decoder for row in rows):
-        line = [(row.setting, row.nfe) for row in rows if row.decoder == name]
-        right.plot(*zip(*line, strict=True), marker="o", markersize=4, linestyle=_style(name), label=name)
+    quality.draw(left, curve)
+    for name in dict.fromkeys(point.curve for point in parts):
+        line = [(int(point.setting), point.nfe) for point in parts if point.curve == name]
+        style = "-" if name.startswith("DAPD") else "--"
+        right.plot(*zip(*line, strict=True), marker="o", markersize=4, linestyle=style, label=name)
     right.set(xlabel="independent chains of 10 tokens in the answer", ylabel="forward passes (NFE, mean)")
     right.grid(alpha=0.3)
     right.legend(fontsize=8)
@@ -162,40 +142,22 @@ def plot(points: list[quality.Point], rows: list[Row], file: Path) -> None:
     pyplot.close(figure)
 
 
-def _style(name: str) -> str:
-    return "-" if name.startswith("DAPD") else "--"
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dapd",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--prompts", type=int, default=100, help="of each study (100)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the files")
+    parser = study.parser("dapd", __doc__)
+    parser.add_argument("--prompts", type=study.count, default=100, help="of each study (100)")
     options = parser.parse_args(arguments)
-    if options.prompts < 1:
-        parser.error(f"--prompts: expected at least 1, got {options.prompts}")
     torch.set_num_threads(options.threads)
-    points = run_curve(options.prompts)
-    quality.show(points)
-    rows = run_blocks(options.prompts) + run_parts(options.prompts)
-    for study in dict.fromkeys(row.study for row in rows):
-        what = "the number of chains" if study == "parts" else "the length of blocks"
-        print(f"\n{study}: NFE and valid chains, by {what}\n")
-        print(pivot([row for row in rows if row.study == study]))
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "dapd.json"
-    record = {
-        "prompts": options.prompts,
-        "curve": [asdict(point) for point in points],
-        "rows": [asdict(row) for row in rows],
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n")
-    plot(points, [row for row in rows if row.study == "parts"], file.with_suffix(".png"))
-    print(f"\nwritten: {file}, {file.with_suffix('.png')}")
+    curve = run_curve(options.prompts)
+    quality.show(curve)
+    blocks, parts = run_blocks(options.prompts), run_parts(options.prompts)
+    for name, points in blocks.items():
+        print(f"\n{name}: NFE and valid chains, by the length of blocks\n\n{pivot(points)}")
+    print(f"\nparts: NFE and valid chains, by the number of chains\n\n{pivot(parts)}")
+    studies = {"curve": curve, **blocks, "parts": parts}
+    record = {name: [asdict(point) for point in points] for name, points in studies.items()}
+    study.write(
+        options.out, "dapd", {"prompts": options.prompts, **record}, lambda file: plot(curve, parts, file)
+    )
     return 0
 
 

@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 import dlmkern
+from benchmarks import study
 from dlmkern import models
 from dlmkern.decoders import depcap
 from dlmkern.generation import GenerationOutput
@@ -137,11 +138,9 @@ def table(counts: dict[tuple[str, str | None], Count]) -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kl_forms", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=8, help="for each setting (8)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
+    parser.add_argument("--prompts", type=study.count, default=8, help="for each setting (8)")
+    parser.add_argument("--threads", type=study.count, default=2, help="CPU threads (2)")
     options = parser.parse_args(arguments)
-    if options.prompts < 1:
-        parser.error(f"--prompts: expected at least 1, got {options.prompts}")
     torch.set_num_threads(options.threads)
     cases = [*random_model_cases(options.prompts), *tiny_cases(options.prompts)]
     Console(highlight=False, width=140).print(table(compare(cases)))

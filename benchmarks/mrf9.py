@@ -5,8 +5,6 @@ the paper's Markov random field and for the embedded model's chains. It prints t
 with a plot of the graph beside it.
 """
 
-import argparse
-import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import study
 from benchmarks.markdown import table
 from dlmkern import models
 from dlmkern.models import AttentionGraph, chains4
@@ -248,15 +247,13 @@ def plot(task: Task, file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mrf9", description=__doc__)
+    parser = study.parser("mrf9", __doc__, page_plot="docs/dapd_graph.png")
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of an mrf9 checkpoint")
-    parser.add_argument("--samples", type=int, default=200, help="sequences, each with its own masks (200)")
+    parser.add_argument(
+        "--samples", type=study.count, default=200, help="sequences, each with its own masks (200)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of sequences and masks (0)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the files")
     options = parser.parse_args(arguments)
-    if options.samples < 1:
-        parser.error(f"--samples: expected at least 1, got {options.samples}")
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(options.seed)
     mrf9 = mrf9_task(models.load_model(options.model), options.samples, generator)
@@ -267,17 +264,13 @@ def main(arguments: list[str] | None = None) -> int:
     print(tables(rows))
     print("\npairs whose score exceeds tau times the row's largest, all masked\n")
     print(threshold_table(taken))
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "mrf9.json"
-    results = {
+    record = {
         "samples": options.samples,
         "paper": asdict(PAPER),
         "rows": [asdict(row) for row in rows],
         "thresholds": [asdict(one) for one in taken],
     }
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    plot(mrf9, file.with_suffix(".png"))
-    print(f"\nwritten: {file}, {file.with_suffix('.png')}")
+    study.write(options.out, "mrf9", record, lambda file: plot(mrf9, file))
     return 0
 
 

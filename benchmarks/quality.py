@@ -4,8 +4,6 @@
 swept one at a time, and with the baselines; it prints a table and writes it as JSON, with a plot beside it.
 """
 
-import argparse
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 import dlmkern
+from benchmarks import study
 from benchmarks.chains import valid_chains
 from dlmkern import decoders, models
 from dlmkern.decoders import Decoder
@@ -39,7 +38,7 @@ class Point:
     setting: str
     nfe: float  # mean
     valid: float  # share of the answers
-    chains: float  # share of the chains, four an answer
+    chains: float  # share of the chains
     block_length: float  # mean
 
 
@@ -158,15 +157,11 @@ def plot(points: list[Point], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=100, help="how many (100)")
+    parser = study.parser("quality", __doc__, page_plot="docs/quality.png")
+    parser.add_argument("--prompts", type=study.count, default=100, help="how many (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the files")
     options = parser.parse_args(arguments)
-    if options.prompts < 1:
-        parser.error(f"--prompts: expected at least 1, got {options.prompts}")
     torch.set_num_threads(options.threads)
     model = models.tiny(device=options.device)
     prompts = chains4.prompts(options.prompts, options.seed)
@@ -175,13 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
         for candidate in track(list(candidates()), "decoding", transient=True)
     ]
     show(points)
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "quality.json"
-    file.write_text(
-        json.dumps({"prompts": options.prompts, "points": [asdict(point) for point in points]}, indent=1)
-    )
-    plot(points, file.with_suffix(".png"))
-    print(f"written: {file}, {file.with_suffix('.png')}")
+    record = {"prompts": options.prompts, "points": [asdict(point) for point in points]}
+    study.write(options.out, "quality", record, lambda file: plot(points, file))
     return 0
 
 

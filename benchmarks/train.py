@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks import chains, mrf9
+from benchmarks import chains, mrf9, study
 from dlmkern import models
 from dlmkern.models import LLaDAConfig, LLaDAModelLM, chains4
 from dlmkern.models.masked_lm import MaskedLM
@@ -80,13 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--steps", type=int, help="default: 1500 for mrf9, 1000 for chains8")
+    parser.add_argument("--steps", type=study.count, help="default: 1500 for mrf9, 1000 for chains8")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     task: Task = TASKS[options.task]
     steps = task.steps if options.steps is None else options.steps
-    if steps < 1:
-        parser.error(f"--steps: expected at least 1, got {steps}")
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

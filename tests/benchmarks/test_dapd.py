@@ -7,41 +7,44 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dapd, dapd_overhead
+from benchmarks import dapd, dapd_overhead, quality
 from dlmkern import decoders as d
 
 
 def test_studies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A pass a token and all at once, whose numbers are known."""
     pytest.importorskip("matplotlib")
-    rules = {"one": lambda n: d.vanilla(n), "all": lambda n: d.threshold(0.0, n)}
+
+    def rules(length: int | None) -> dict[str, d.Decoder]:
+        return {"one": d.vanilla(length), "all": d.threshold(0.0, length)}
+
     monkeypatch.setattr(
-        dapd, "curve_candidates", lambda: [("curve", name, rules[name](None)) for name in rules]
+        dapd, "curve_candidates", lambda: [("curve", name, rule) for name, rule in rules(None).items()]
     )
     monkeypatch.setattr(dapd, "BLOCK_LENGTHS", {"blocks, 4 chains": (20, 40), "blocks, 8 chains": (80,)})
-    monkeypatch.setattr(dapd, "block_rules", lambda: rules)
+    monkeypatch.setattr(dapd, "block_decoders", rules)
     monkeypatch.setattr(
-        dapd, "part_decoders", lambda: {"all": rules["all"], "one": lambda n: d.vanilla(None)}
-    )
-    monkeypatch.setattr(
-        dapd, "run_parts", lambda prompts: [dapd.Row("parts", "all", k, 1, 0, 0) for k in (1, 2)]
+        dapd, "run_parts", lambda prompts: [quality.Point("all", str(k), 1, 0, 0, 10) for k in (1, 2)]
     )
     assert dapd.main(["--prompts", "2", "--threads", "1", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "dapd.json").read_text())
     assert [point["nfe"] for point in record["curve"]] == [40, 1]
-    nfe = {(row["study"], row["decoder"], row["setting"]): row["nfe"] for row in record["rows"]}
-    assert nfe["blocks, 4 chains", "one", 20] == nfe["blocks, 4 chains", "one", 40] == 40
-    assert nfe["blocks, 4 chains", "all", 20] == 2
-    assert nfe["blocks, 8 chains", "all", 80] == 1
+    assert [(point["curve"], point["setting"], point["nfe"]) for point in record["blocks, 4 chains"]] == [
+        ("one", "20", 40), ("all", "20", 2), ("one", "40", 40), ("all", "40", 1),
+    ]  # fmt: skip
+    assert [point["nfe"] for point in record["blocks, 8 chains"]] == [80, 1]
+    assert [point["setting"] for point in record["parts"]] == ["1", "2"]
     assert (tmp_path / "dapd.png").stat().st_size > 10_000
-    assert "| one | 40.0, " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| decoder | 20 | 40 |" in out
+    assert "| all | 2.0, " in out
 
 
 def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dapd, "part_decoders", lambda: {"one": lambda n: d.vanilla(None)})
-    rows = dapd.run_parts(1)
-    assert [(row.setting, row.nfe) for row in rows] == [(count, 10.0 * count) for count in range(1, 9)]
-    assert rows[0].chains == 1
+    monkeypatch.setattr(dapd, "part_decoders", lambda length: {"one": d.vanilla(None)})
+    points = dapd.run_parts(1)
+    assert [(point.setting, point.nfe) for point in points] == [(str(n), 10.0 * n) for n in range(1, 9)]
+    assert points[0].chains == 1
 
 
 def test_every_candidate_is_a_decoder() -> None:
@@ -51,8 +54,8 @@ def test_every_candidate_is_a_decoder() -> None:
         if isinstance(decoder, d.Decoder)
     ]
     assert len(set(names)) == len(list(dapd.curve_candidates()))
-    for make in (*dapd.block_rules().values(), *dapd.part_decoders().values()):
-        assert isinstance(make(40), d.Decoder)
+    for decoder in (*dapd.block_decoders(40).values(), *dapd.part_decoders(40).values()):
+        assert isinstance(decoder, d.Decoder)
 
 
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

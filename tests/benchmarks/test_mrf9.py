@@ -154,8 +154,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "mrf9.png").stat().st_size > 10_000
 
 
-def test_command_checks_its_options() -> None:
+def test_command_checks_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         mrf9.main(["--samples", "0"])
+    assert "argument --samples: expected at least 1, got 0" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="no such model folder"):
         mrf9.main(["--model", "nowhere"])
