@@ -50,24 +50,21 @@ def run(setting: Setting, block_length: int) -> list[Row]:
             began = time.perf_counter()
             next(stream)
             seconds[name].append(time.perf_counter() - began)
-    left = [block_length - step % block_length for step in range(setting.gen_length)]
+    passes = list(zip(*seconds.values(), strict=True))
     size = block_length // PARTS
     rows = []
-    for low in range(block_length - size, -1, -size):
-        chosen = [step for step, masks in enumerate(left) if low < masks <= low + size]
-        rows.append(_row(block_length, f"{low + size} to {low + 1}", seconds, chosen))
-    return [*rows, _row(block_length, "all", seconds, list(range(setting.gen_length)))]
+    for first in range(0, block_length, size):  # pass of a block
+        chosen = [one for i, one in enumerate(passes) if first <= i % block_length < first + size]
+        left = block_length - first
+        rows.append(_row(block_length, f"{left} to {left - size + 1}", chosen))
+    return [*rows, _row(block_length, "all", passes)]
 
 
-def _row(block_length: int, masks: str, seconds: dict[str, list[float]], steps: list[int]) -> Row:
-    both = [(seconds["threshold"][step], seconds["dapd"][step]) for step in steps]
-    return Row(
-        block_length,
-        masks,
-        statistics.median(a for a, _ in both),
-        statistics.median(b for _, b in both),
-        statistics.median(b / a for a, b in both) - 1,
-    )
+def _row(block_length: int, masks: str, passes: list[tuple[float, ...]]) -> Row:
+    """`passes`: seconds of the threshold and of DAPD."""
+    threshold, dapd = map(statistics.median, zip(*passes, strict=True))
+    overhead = statistics.median(b / a for a, b in passes) - 1
+    return Row(block_length, masks, threshold, dapd, overhead)
 
 
 def main(arguments: list[str] | None = None) -> int:

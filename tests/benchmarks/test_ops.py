@@ -22,7 +22,7 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_op_has_a_case() -> None:
-    assert {op for case in cases.cases(CPU, False, []) for op in case.op.split(" + ")} == set(OPS)
+    assert {op for case in cases.cases(CPU, True, []) for op in case.op.split(" + ")} == set(OPS)
 
 
 def test_cases_can_be_chosen() -> None:
@@ -44,7 +44,10 @@ def test_both_sides_compute_the_same() -> None:
     for case in cases.cases(CPU, False, []):
         with dlmkern.use_backend("reference"):
             result = as_eager_returns_it(case.op, case.result())
-        other = case.eager(*case.inputs)
+        inputs = case.inputs
+        if case.op == "attention_graph":  # torch rounds scores to the dtype of the inputs, the op does not
+            inputs = tuple(x.float() if x.is_floating_point() else x for x in inputs)
+        other = case.eager(*inputs)
         same = result == other if isinstance(other, int) else bench.agree(tuple(result), tuple(other))
         assert same, f"{case.op}, {case.detail}"
 
