@@ -147,9 +147,11 @@ class MaskedLM(PreTrainedModel):
         _check_cache_size(cache, cache_rows, batch, length)
         if positions is not None:
             _check_ids("positions", positions, (batch, None), 0, n)
+        graph_rows = None
         if graph is not None:
             _check_graph(graph, batch, length)
-            graph_rows = None if position_ids is None else _columns(position_ids, graph.positions, length)
+            if position_ids is not None:
+                graph_rows = _columns(position_ids, graph.positions, length)
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
         graph_mask = None if key_mask is None or lengths is not None else key_mask[:, 0, 0]
         # Whatever is kept of a pass is kept without its graph.
