@@ -14,15 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention import check_heads, key_count, padded, split_count
 from .dtypes import dot_operand
 from .launch import Launch, run
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_LARGEST = 256  # head size
-# How the work is split: by reasoning, not by measurement.
-_PROGRAMS = 256  # enough for every multiprocessor of the largest GPUs
-_LEAST_KEYS = 256  # of a split: fewer are read faster than the parts are merged
-_MOST_SPLITS = 32
+_LEAST_KEYS = 256  # of a split: by reasoning, fewer are read faster than the parts are merged
 _MERGED = 128  # rows that a program merges
 _STRIDES = tuple(f"{name}_stride_{axis}" for name, axes in (("q", "bhnd"), ("k", "bhld")) for axis in axes)
 _LSE_STRIDES = ("lse_stride_b", "lse_stride_h", "lse_stride_n")
@@ -43,31 +39,14 @@ class Config(NamedTuple):
 
 def config(B: int, Hq: int, Hkv: int, M: int, L: int, d: int, element_size: int) -> Config:
     """The configuration for M of the L positions of each of B sequences."""
-    lanes = max(triton.next_power_of_2(d), 16)
+    lanes = padded(d)
     most, num_warps = 64 if lanes <= 128 else 32, 4
     if element_size == 4:  # no matrix units: a thread multiplies what it holds in registers
         most, num_warps = 32 if lanes <= 64 else 16, 8
-    rows, tile = (min(max(triton.next_power_of_2(x), 16), most) for x in (Hq // Hkv * M, M))
-    key_splits = triton.cdiv(_PROGRAMS, B * Hkv * triton.cdiv(Hq // Hkv * M, rows))
-    head_splits = triton.cdiv(_PROGRAMS, B * triton.cdiv(M, tile) ** 2)
-    return Config(
-        lanes,
-        rows,
-        most,
-        tile,
-        num_warps,
-        max(min(key_splits, L // _LEAST_KEYS, _MOST_SPLITS), 1),
-        min(head_splits, Hq, _MOST_SPLITS),
-    )
-
-
-@triton.jit
-def _length(length_ptr, batch, L):
-    """The number of keys of a sequence."""
-    length = L
-    if length_ptr is not None:
-        length = tl.minimum(tl.maximum(tl.load(length_ptr + batch), 0), L).to(tl.int32)
-    return length
+    rows, tile = (min(padded(x), most) for x in (Hq // Hkv * M, M))
+    key_splits = split_count(B * Hkv * triton.cdiv(Hq // Hkv * M, rows), L // _LEAST_KEYS)
+    head_splits = split_count(B * triton.cdiv(M, tile) ** 2, Hq)
+    return Config(lanes, rows, most, tile, num_warps, key_splits, head_splits)
 
 
 @triton.jit
@@ -111,7 +90,7 @@ def row_lse_kernel(
     batch, kv_head = head // kv_heads, head % kv_heads
     query = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     known = query < groups * M
-    length = _length(length_ptr, batch, L)
+    length = key_count(length_ptr, batch, L)
     _, row, real = _members(position_ptr + batch * M, row_ptr + batch * M, query % M, known, length, n)
     lane, column = tl.arange(0, LANES), tl.arange(0, KEYS)
     in_head = lane < D
@@ -167,7 +146,7 @@ def _tile(position_ptr, row_ptr, length_ptr, n, L, M, TILE: tl.constexpr):
     batch = (tile // (tiles * tiles)).to(tl.int64)
     i = (tile // tiles % tiles * TILE + tl.arange(0, TILE)).to(tl.int64)
     j = (tile % tiles * TILE + tl.arange(0, TILE)).to(tl.int64)
-    length = _length(length_ptr, batch, L)
+    length = key_count(length_ptr, batch, L)
     position_ptr += batch * M
     row_ptr += batch * M
     _, row, real_i = _members(position_ptr, row_ptr, i, i < M, length, n)
@@ -278,13 +257,10 @@ def plan(
     out: torch.Tensor,
 ) -> tuple[list[Launch], None]:
     """Kernel launches, in order; they write to out."""
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q: the Triton kernel takes float16, bfloat16 or float32, got {q.dtype}")
+    check_heads(q)
     B, Hq, n, d = q.shape
     Hkv, L = k.shape[1:3]
     M = positions.shape[1]
-    if d > _LARGEST:
-        raise ValueError(f"q: the Triton kernel takes heads of at most {_LARGEST} numbers, got {d}")
     if B * Hq * n * L * M == 0:
         return [], None
 

@@ -16,15 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention import check_heads, key_count, padded, split_count
 from .dtypes import dot_operand, narrow
 from .launch import Launch, run
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_LARGEST = 256  # head size
-# How the keys are split: by reasoning, not by measurement.
-_PROGRAMS = 256  # enough for every multiprocessor of the largest GPUs
-_LEAST_KEYS = 128  # of a split: fewer are read faster than the parts are merged
-_MOST_SPLITS = 32
+_LEAST_KEYS = 128  # of a split: by reasoning, fewer are read faster than the parts are merged
 _STRIDES = tuple(
     f"{name}_stride_{axis}" for name, axes in (("q", "bhnd"), ("k", "bhld"), ("v", "bhld")) for axis in axes
 )
@@ -42,13 +38,13 @@ class Config(NamedTuple):
 
 def config(sequences: int, rows: int, length: int, d: int, element_size: int) -> Config:
     """The configuration for ``sequences`` key heads, each with ``rows`` queries and ``length`` keys."""
-    lanes = max(triton.next_power_of_2(d), 16)
+    lanes = padded(d)
     if element_size == 4:  # no matrix units: a thread multiplies what it holds in registers
         tile, keys, num_warps = 16, 16, 4 if lanes <= 64 else 8
     else:
-        tile, keys, num_warps = min(max(triton.next_power_of_2(rows), 16), 64 if lanes <= 128 else 32), 32, 4
-    wanted = triton.cdiv(_PROGRAMS, sequences * triton.cdiv(rows, tile))
-    return Config(lanes, tile, keys, num_warps, max(min(wanted, length // _LEAST_KEYS, _MOST_SPLITS), 1))
+        tile, keys, num_warps = min(padded(rows), 64 if lanes <= 128 else 32), 32, 4
+    programs = sequences * triton.cdiv(rows, tile)
+    return Config(lanes, tile, keys, num_warps, split_count(programs, length // _LEAST_KEYS))
 
 
 @triton.jit(do_not_specialize=["n", "L"])
@@ -95,9 +91,7 @@ def block_attention_kernel(
     q_tile = q_ptr + q_offset[:, None] + lane[None, :].to(tl.int64) * q_stride_d
     q = dot_operand(tl.load(q_tile, mask=known[:, None] & in_head[None, :], other=0.0))
 
-    length = L
-    if length_ptr is not None:
-        length = tl.minimum(tl.maximum(tl.load(length_ptr + batch), 0), L).to(tl.int32)
+    length = key_count(length_ptr, batch, L)
     part = tl.cdiv(tl.cdiv(length, KEYS), tl.num_programs(1)) * KEYS
     first = tl.program_id(1) * part
     stop = tl.minimum(first + part, length)
@@ -164,12 +158,9 @@ def plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None, scale: float
 ) -> tuple[list[Launch], tuple[torch.Tensor, torch.Tensor]]:
     """Kernel launches, in order, and the tensors (out, lse) that they write."""
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q: the Triton kernel takes float16, bfloat16 or float32, got {q.dtype}")
+    check_heads(q)
     B, Hq, n, d = q.shape
     kv_heads, L = k.shape[1:3]
-    if d > _LARGEST:
-        raise ValueError(f"q: the Triton kernel takes heads of at most {_LARGEST} numbers, got {d}")
     out = torch.empty((B, Hq, n, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, Hq, n), dtype=torch.float32, device=q.device)
     if B * Hq * n == 0:

@@ -17,6 +17,9 @@ from .launch import Launch, one_program, run
 _ROWS, _COLUMNS = 64, 8  # of the tiles of weights that a program adds up
 _NUM_WARPS = 4  # of it; with fewer some compilers spill
 
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)  # of a score
+_LEAST_PEAK = tl.constexpr(1e-8)
+
 
 @triton.jit
 def _candidate(confidence_ptr, valid_ptr, i, known):
@@ -32,17 +35,17 @@ def _candidate(confidence_ptr, valid_ptr, i, known):
 def _score(pointer, pair):
     """0 for what float32 cannot hold."""
     score = tl.load(pointer, mask=pair, other=0.0).to(tl.float64)
-    return tl.where(tl.abs(score) <= 3.4028234663852886e38, score, 0.0)
+    return tl.where(tl.abs(score) <= _LARGEST, score, 0.0)
 
 
 @triton.jit
 def _weight(score_ptr, i, j, stride_i, stride_j, pair):
-    """s_ij where pair, else 0. Between its product and a sum lies a choice, so that they are not fused."""
-    s = (
+    """Of i and j where pair, else 0. Between its product and a sum lies a choice, so that they are not fused."""
+    weight = (
         _score(score_ptr + i * stride_i + j * stride_j, pair)
         + _score(score_ptr + j * stride_i + i * stride_j, pair)
     ) * 0.5
-    return tl.where(pair, s, 0.0)
+    return tl.where(pair, weight, 0.0)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -69,15 +72,15 @@ def degree_kernel(
     confidence, candidate = _candidate(confidence_ptr, valid_ptr, i, i < M)
     column = tl.arange(0, COLUMNS)
     degree = tl.zeros((ROWS,), tl.float64)
-    peak = tl.full((ROWS,), 1e-8, tl.float64)
+    peak = tl.full((ROWS,), _LEAST_PEAK, tl.float64)
     for start in range(0, M, COLUMNS):
         j = (start + column).to(tl.int64)
         _, other = _candidate(confidence_ptr, valid_ptr, j, j < M)
         pair = candidate[:, None] & other[None, :] & (i[:, None] != j[None, :])
-        s = _weight(score_ptr, i[:, None], j[None, :], stride_i, stride_j, pair)
-        peak = tl.maximum(peak, tl.max(s, 1))
+        weight = _weight(score_ptr, i[:, None], j[None, :], stride_i, stride_j, pair)
+        peak = tl.maximum(peak, tl.max(weight, 1))
         for k in range(COLUMNS):  # one after the other: the order of a sum over the tile is not known
-            degree += tl.sum(tl.where(column[None, :] == k, s, 0.0), 1)
+            degree += tl.sum(tl.where(column[None, :] == k, weight, 0.0), 1)
     tl.store(priority_ptr + batch * M + i, degree * confidence, mask=i < M)
     tl.store(peak_ptr + batch * M + i, peak, mask=i < M)
 
@@ -121,10 +124,10 @@ def dapd_select_kernel(
     while j < BLOCK:
         selected |= i == j
         candidate &= i != j
-        s = _weight(score_ptr, i.to(tl.int64), j.to(tl.int64), stride_i, stride_j, candidate)
-        edge = s / peak > tau
+        weight = _weight(score_ptr, i.to(tl.int64), j.to(tl.int64), stride_i, stride_j, candidate)
+        edge = weight / peak > tau
         if SYMMETRIC:
-            edge |= s / tl.load(peak_ptr + j) > tau
+            edge |= weight / tl.load(peak_ptr + j) > tau
         candidate &= edge == 0
         j = best_candidate(priority, candidate, i, BLOCK)
     tl.store(selected_ptr + batch * M + i, selected, mask=inside)

@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <memory>
+#include <new>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -22,6 +25,7 @@ namespace {
 constexpr int64_t kTileRows = 36;
 constexpr int64_t kBlockPanels = 16;       // of keys, whose scores are joined to the sums at once
 constexpr int64_t kPackedBytes = 4 << 20;  // about so many of keys are packed at once
+constexpr int64_t kLineBytes = 64;         // of a cache
 constexpr double kParallelProducts = 64 * kParallelWork;  // fewer are left to one thread
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -48,14 +52,14 @@ class Scratch {
     for (const int64_t size : shape) {
       if (__builtin_mul_overflow(bytes, size, &bytes)) throw std::bad_alloc();
     }
-    data_.reset(static_cast<Scalar*>(operator new(static_cast<size_t>(bytes), kLine)));
+    data_.reset(static_cast<Scalar*>(operator new(static_cast<size_t>(bytes), kAlignment)));
   }
   Scalar* operator+(int64_t offset) const { return data_.get() + offset; }
 
  private:
-  static constexpr std::align_val_t kLine{64};
+  static constexpr std::align_val_t kAlignment{kLineBytes};
   struct Free {
-    void operator()(Scalar* data) const { operator delete(data, kLine); }
+    void operator()(Scalar* data) const { operator delete(data, kAlignment); }
   };
   std::unique_ptr<Scalar, Free> data_;
 };
@@ -118,14 +122,14 @@ Wide<T> widen(T value) {
 template <class T>
 void pack(const T* matrix, const int64_t* stride, const int64_t* rows, int64_t count, int64_t width,
           int64_t size, Wide<T> scale, Wide<T>* panel) {
-  constexpr int64_t kMaxWidth = 64, kLine = 64 / sizeof(T);
-  const T *row[kMaxWidth], *next[kMaxWidth];
+  constexpr int64_t kOfLine = kLineBytes / sizeof(T);
+  const T *row[kMaxPanelWidth], *next[kMaxPanelWidth];
   const int64_t following = std::clamp<int64_t>(count - width, 0, width);
   count = std::min(count, width);
   for (int64_t i = 0; i < count; ++i) row[i] = matrix + rows[i] * stride[0];
   for (int64_t i = 0; i < following; ++i) next[i] = matrix + rows[width + i] * stride[0];
   for (int64_t j = 0; j < size; ++j, panel += width) {
-    if (j % kLine == 0) {
+    if (j % kOfLine == 0) {
       for (int64_t i = 0; i < following; ++i) __builtin_prefetch(next[i] + j * stride[1]);
     }
     for (int64_t i = 0; i < count; ++i) panel[i] = widen(load(row[i] + j * stride[1])) * scale;
@@ -172,8 +176,8 @@ class AttentionGraph {
     stride_ = round_up(wanted, block_) + block_ + columns;  // a power of two would be bad for the cache
     head_size_ = round_up(keys, columns) * size_;
     const double head_bytes = static_cast<double>(head_size_) * sizeof(Scalar);
-    together_ = std::clamp<int64_t>(kPackedBytes / head_bytes, 1, a.k.shape[1]);
-    keys_.allocate({together_, head_size_});
+    heads_at_once_ = std::clamp<int64_t>(kPackedBytes / head_bytes, 1, a.k.shape[1]);
+    keys_.allocate({heads_at_once_, head_size_});
     queries_.allocate({threads_, tile_rows_, size_});
     scores_.allocate({threads_, tile_rows_, stride_});
     weights_.allocate({threads_, tile_rows_, stride_});
@@ -184,8 +188,8 @@ class AttentionGraph {
     const int64_t rows = size_of(selection_.rows);
     if (rows == 0) return;
     const int64_t panels = ceil_div(size_of(selection_.keys), kernels_.columns);
-    for (int64_t first = 0; first < a_.k.shape[1]; first += together_) {
-      const int64_t heads = std::min(together_, a_.k.shape[1] - first);
+    for (int64_t first = 0; first < a_.k.shape[1]; first += heads_at_once_) {
+      const int64_t heads = std::min(heads_at_once_, a_.k.shape[1] - first);
 #pragma omp parallel for schedule(static) num_threads(threads_) if (threads_ > 1)
       for (int64_t i = 0; i < heads * panels; ++i) {
         pack_keys(b, first + i / panels, i % panels, keys_ + i / panels * head_size_);
@@ -275,10 +279,10 @@ class AttentionGraph {
   const int64_t size_;  // of a head
   Selection selection_;
   int64_t threads_, tile_rows_;
-  int64_t block_;      // of keys, in columns of scores
-  int64_t stride_;     // between rows of scores, and of weights
-  int64_t head_size_;  // of its packed keys
-  int64_t together_;   // key heads whose keys are packed at once
+  int64_t block_;          // of keys, in columns of scores
+  int64_t stride_;         // between rows of scores, and of weights
+  int64_t head_size_;      // of its packed keys
+  int64_t heads_at_once_;  // key heads whose keys are packed at once
   Scratch<Scalar> keys_, queries_, scores_, weights_;
 };
 

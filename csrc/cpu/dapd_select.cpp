@@ -37,11 +37,11 @@ struct Graph {
     return std::abs(x) <= std::numeric_limits<float>::max() ? x : 0;
   }
 
-  double tie(int64_t i, int64_t j) const { return (score(i, j) + score(j, i)) / 2; }
+  double weight(int64_t i, int64_t j) const { return (score(i, j) + score(j, i)) / 2; }
 
   bool edge(int64_t i, int64_t j, double tau, bool symmetric) const {
-    const double s = tie(i, j);
-    return s / peak[i] > tau || (symmetric && s / peak[j] > tau);
+    const double w = weight(i, j);
+    return w / peak[i] > tau || (symmetric && w / peak[j] > tau);
   }
 
   // Degrees and peaks of m candidates, a pair of mirrored tiles at a time: every score is read once, along
@@ -58,26 +58,26 @@ struct Graph {
 
  private:
   void measure_tile(int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
-    double ties[kTile][kTile];
+    double weights[kTile][kTile];  // to begin with, scores
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < columns; ++j) ties[i][j] = score(i0 + i, j0 + j);
+      for (int64_t j = 0; j < columns; ++j) weights[i][j] = score(i0 + i, j0 + j);
     }
     for (int64_t j = 0; j < columns; ++j) {
       for (int64_t i = 0; i < rows; ++i) {
-        const double s = i0 + i == j0 + j ? 0 : (ties[i][j] + score(j0 + j, i0 + i)) / 2;
-        if (i0 != j0) ties[i][j] = s;
-        add(i0 + i, s);
+        const double w = i0 + i == j0 + j ? 0 : (weights[i][j] + score(j0 + j, i0 + i)) / 2;
+        if (i0 != j0) weights[i][j] = w;
+        add(i0 + i, w);
       }
     }
     if (i0 == j0) return;
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < columns; ++j) add(j0 + j, ties[i][j]);
+      for (int64_t j = 0; j < columns; ++j) add(j0 + j, weights[i][j]);
     }
   }
 
-  void add(int64_t i, double s) const {
-    degree[i] += s;
-    peak[i] = std::max(peak[i], s);
+  void add(int64_t i, double weight) const {
+    degree[i] += weight;
+    peak[i] = std::max(peak[i], weight);
   }
 };
 

@@ -36,8 +36,8 @@ struct Arguments {
   __device__ Greedy greedy(int64_t b) const { return Greedy(greedy_workspace(n, workspace, b), n); }
 };
 
-// s of 32 rows and 32 columns of a sequence, 0 for what is no pair of candidates.
-struct Ties {
+// The weights of 32 rows and 32 columns of a sequence, 0 for what is no pair of candidates.
+struct Weights {
   double (&of_column)[kTile][kTile + 1];  // a column's rows follow each other
 
   // All threads, and they have to meet before the tile is loaded anew.
@@ -58,8 +58,8 @@ struct Ties {
     }
     __syncthreads();
     DLMKERN_UNROLL for (int k = 0; k < kLines; ++k) {
-      double& s = of_column[first + k][lane];
-      s = (s + mirrored[k]) / 2;
+      double& weight = of_column[first + k][lane];  // so far a score
+      weight = (weight + mirrored[k]) / 2;
     }
     __syncthreads();
   }
@@ -67,18 +67,18 @@ struct Ties {
 
 __global__ void __launch_bounds__(kThreads) measure_rows(Arguments a) {
   DLMKERN_SHARED(double[kTile][kTile + 1], tile);
-  const Ties ties{tile};
+  const Weights weights{tile};
   const int tiles = divide_up(a.n, kTile);
   const int64_t b = blockIdx.x / tiles;
   const int from = blockIdx.x % tiles * kTile, i = from + static_cast<int>(threadIdx.x);
   double degree = 0, peak = kLeastPeak;
   for (int columns_from = 0; columns_from < a.n; columns_from += kTile) {
-    ties.load(a, b, from, columns_from);
+    weights.load(a, b, from, columns_from);
     if (threadIdx.x < kTile) {
       for (int j = 0; j < kTile; ++j) {
-        const double s = ties.of_column[j][threadIdx.x];
-        degree += s;
-        peak = max(peak, s);
+        const double weight = weights.of_column[j][threadIdx.x];
+        degree += weight;
+        peak = max(peak, weight);
       }
     }
     __syncthreads();
@@ -92,12 +92,12 @@ __global__ void __launch_bounds__(kThreads) measure_rows(Arguments a) {
 
 __global__ void __launch_bounds__(kThreads) find_edges(Arguments a) {
   DLMKERN_SHARED(double[kTile][kTile + 1], tile);
-  const Ties ties{tile};
+  const Weights weights{tile};
   const int tiles = divide_up(a.n, kTile);
   const int column_tile = blockIdx.x % tiles;
   const int64_t b = blockIdx.x / tiles / tiles;
   const int from = blockIdx.x / tiles % tiles * kTile, columns_from = column_tile * kTile;
-  ties.load(a, b, from, columns_from);
+  weights.load(a, b, from, columns_from);
   const Greedy greedy = a.greedy(b);
   const int lane = threadIdx.x % kWarp, first = threadIdx.x / kWarp * kLines, j = columns_from + lane;
   const double tau = a.tau(b);
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kThreads) find_edges(Arguments a) {
   const double peak_of_column = j < a.n ? peak[j] : kLeastPeak;
   for (int row = first; row < first + kLines && from + row < a.n; ++row) {
     const int i = from + row;
-    const double s = ties.of_column[lane][row];
-    const bool edge = s / peak[i] > tau || (a.symmetric && s / peak_of_column > tau);
+    const double weight = weights.of_column[lane][row];
+    const bool edge = weight / peak[i] > tau || (a.symmetric && weight / peak_of_column > tau);
     const unsigned bits = __ballot_sync(kAllLanes, edge);
     if (lane == 0) greedy.blockers[static_cast<int64_t>(i) * greedy.words + column_tile] = bits;
   }

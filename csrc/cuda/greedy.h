@@ -1,4 +1,5 @@
-// Greedy selection in one sequence, by one block: what independent_set and cap_select have in common.
+// Greedy selection in one sequence, by one block: what independent_set, cap_select and dapd_select
+// have in common.
 #pragma once
 
 #include "views.h"
@@ -67,7 +68,7 @@ struct Greedy {
     run();
   }
 
-  // The same where the candidates' rows of `blockers` are already there, with any j among them.
+  // As above, for blockers that are already filled in; bits of non-candidates do no harm.
   __device__ void run() const {
     const int candidates = sort_candidates();
     __syncthreads();

@@ -332,7 +332,7 @@ DLMKERN_API int dlmkern_cpu_attention_graph(const dlmkern_view* q, const dlmkern
  *   selected    [B, M] bool, out
  *
  * In float64. w(x) is x, or 0 if float32 can't hold it (beyond its largest number, infinite or NaN). The
- * candidates are the valid positions of finite confidence c; over pairs of them
+ * candidates are the valid positions of finite confidence c; a pair of them has the weight s_ij:
  *   s_ij     = (w(scores_ij) + w(scores_ji)) / 2 for i != j, else 0
  *   degree_i = sum_j s_ij, added in order of j
  *   edge_ij  = s_ij / max(max_j s_ij, 1e-8) > tau; if symmetric, edge_ij or edge_ji

@@ -51,8 +51,8 @@ def dapd_select(
 
     The m candidates are the valid positions of finite confidence c. In float64, over pairs of these only:
 
-    - s_ij = (scores_ij + scores_ji) / 2, s_ii = 0; degree_i = sum_j s_ij, in order of j.
-    - There is an edge from i to j where s_ij / max(max_k s_ik, 1e-8) > tau: relative to the strongest tie of
+    - Weights s_ij = (scores_ij + scores_ji) / 2, s_ii = 0; degree_i = sum_j s_ij, in order of j.
+    - There is an edge from i to j where s_ij / max(max_k s_ik, 1e-8) > tau: relative to the largest weight of
       i, so an edge may go one way only.
     - By falling degree_i c_i, ties to the lower index, each candidate is taken unless it has an edge to one
       that was taken before it.

@@ -3,7 +3,7 @@ from torch import Tensor
 
 from dlmkern.reference.independent_set import independent_set
 
-LEAST_PEAK = 1e-8  # of a row's scores, as in the official code
+LEAST_PEAK = 1e-8  # of a row's weights, as in the official code
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -25,12 +25,12 @@ def dapd_select(
     a = torch.where(a.abs() <= LARGEST, a, 0.0)
     pair = candidate[:, :, None] & candidate[:, None, :]
     pair &= ~torch.eye(many, dtype=torch.bool, device=c.device)
-    s = torch.where(pair, (a + a.mT) / 2, 0.0)
+    weight = torch.where(pair, (a + a.mT) / 2, 0.0)
     degree = torch.zeros_like(c)
     for j in range(many):  # in order, so that every backend rounds alike and ties are ties
-        degree += s[:, :, j]
-    peak = s.amax(dim=-1, keepdim=True).clamp(min=LEAST_PEAK)
-    edge = s / peak > tau[:, None, None]
+        degree += weight[:, :, j]
+    peak = weight.amax(dim=-1, keepdim=True).clamp(min=LEAST_PEAK)
+    edge = weight / peak > tau[:, None, None]
     if symmetric:
         edge = edge | edge.mT
     sure = candidate & (c >= certain[:, None])

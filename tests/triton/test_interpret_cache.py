@@ -12,7 +12,7 @@ from torch import Tensor
 from .interpreter import INTERPRETED, interpreted, randn, speed_up
 
 if INTERPRETED:
-    from dlmkern.triton_kernels import block_attention, kv_block_write
+    from dlmkern.triton_kernels import attention, block_attention, kv_block_write
 
     speed_up()
 
@@ -125,7 +125,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int] | None, 
 @pytest.fixture(params=[1, 4096], ids=["keys together", "keys split"])
 def splitting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """One program walks all keys, or as many as there are parts of 16."""
-    monkeypatch.setattr(block_attention, "_PROGRAMS", request.param)
+    monkeypatch.setattr(attention, "_PROGRAMS", request.param)
     monkeypatch.setattr(block_attention, "_LEAST_KEYS", 16)
     return int(request.param)
 

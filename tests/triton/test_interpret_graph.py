@@ -14,7 +14,7 @@ from dlmkern import reference
 from .interpreter import INTERPRETED, interpreted, randn, speed_up
 
 if INTERPRETED:
-    from dlmkern.triton_kernels import attention_graph, dapd_select, launch
+    from dlmkern.triton_kernels import attention, attention_graph, dapd_select, launch
 
     speed_up()
 
@@ -34,7 +34,7 @@ def test_in_own_process(run_again: Callable[[str, bool], None]) -> None:
 @pytest.fixture(params=[1, 4096], ids=["together", "split"])
 def splitting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """One program walks all keys and heads, or as many as there are heads and parts of 16 keys."""
-    monkeypatch.setattr(attention_graph, "_PROGRAMS", request.param)
+    monkeypatch.setattr(attention, "_PROGRAMS", request.param)
     monkeypatch.setattr(attention_graph, "_LEAST_KEYS", 16)
     return int(request.param)
 
@@ -86,13 +86,17 @@ def check_graph(
         assert torch.equal(out[kept], start[kept])
 
 
-# Hq, Hkv, n, L, d, M: tiles of several programs, of one that is not full, and of one number
-GRAPHS = [(4, 2, 70, 70, 20, 37), (3, 3, 9, 40, 70, 5), (1, 1, 1, 33, 1, 1), (2, 1, 66, 66, 8, 66)]
+# Hq, Hkv, n, L, d, M: tiles that are not full and of one number; then several, which 16 bits have larger
+SMALL = [(3, 3, 9, 40, 70, 5), (1, 1, 1, 33, 1, 1)]
+GRAPHS = [
+    *((shape, dtype) for shape in SMALL for dtype in FLOATS),
+    ((4, 2, 70, 70, 20, 37), torch.float32),
+    ((2, 1, 66, 66, 8, 66), torch.float16),
+]
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", GRAPHS, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), GRAPHS, ids=str)
 def test_graph(splitting: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     Hq, Hkv, n, L, d, M = shape
     generator = torch.Generator().manual_seed(M)
@@ -187,8 +191,7 @@ def dapd_case(M: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 @interpreted
-@pytest.mark.parametrize("M", [1, 32, 33, 70])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("M", "symmetric"), [(1, False), (32, True), (33, False), (70, True)])
 def test_selection(M: int, symmetric: bool) -> None:
     scores, confidence, valid, *rest = dapd_case(M, torch.float64 if M == 33 else torch.float32)
     for given, some in ((scores, valid), (scores.flip(0).mT, None)):

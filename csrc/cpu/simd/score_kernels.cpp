@@ -1,5 +1,6 @@
 #include "score_kernels.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "vector.h"
@@ -87,6 +88,7 @@ void add_weights(const Scalar* scores, int64_t n, Scalar shift, Scalar factor, S
 
 template <class Vector, class Scalar>
 constexpr ScoreKernels<Scalar> kernels_of() {
+  static_assert(std::max(kRows, 2 * kWidth<Vector>) <= kMaxPanelWidth);
   return {kRows,
           2 * kWidth<Vector>,
           tile<Vector, Scalar>,

@@ -6,11 +6,14 @@
 
 namespace dlmkern {
 
+constexpr int64_t kMaxPanelWidth = 64;
+
 // For float or double. Matrices come in panels: a panel of w vectors of some size holds the first number of
 // each, then the second of each, and so on.
 template <class Scalar>
 struct ScoreKernels {
-  int64_t rows, columns;  // of a tile of scores: as many as keep its sums in registers
+  // Of a tile of scores: as many as keep its sums in registers, and at most kMaxPanelWidth.
+  int64_t rows, columns;
   // scores[i * stride + j] is the product of query i and key j, from panels of `rows` queries and `columns`
   // keys.
   void (*tile)(const Scalar* queries, const Scalar* keys, int64_t size, Scalar* scores, int64_t stride);
