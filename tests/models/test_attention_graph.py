@@ -136,8 +136,13 @@ def test_a_padded_batch_equals_solo(folder: Path, dtype: str) -> None:
         assert_close(graph.scores()[row], solo.scores()[0], {"float32": 2e-6, "bfloat16": 0.02}[dtype])
 
 
-def test_hidden_keys_equal_none(model: MaskedLM, plain: PlainModel) -> None:
+@pytest.mark.parametrize("missing", [False, True])
+def test_hidden_keys_equal_none(
+    model: MaskedLM, plain: PlainModel, missing: bool, request: pytest.FixtureRequest
+) -> None:
     """Left padding and holes: as the row without them. A hidden position counts as padding."""
+    if missing:
+        request.getfixturevalue("no_cpu_flash")
     batch, mask = ids(3, 9), torch.ones(3, 9, dtype=torch.int64)
     mask[0, :3] = mask[1, 1] = mask[1, 6:8] = 0
     positions = torch.tensor([[3, 8, 2, -1], [0, 2, 8, 6], [5, 8, 0, 7]])
