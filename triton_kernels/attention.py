@@ -25,12 +25,14 @@ def check_heads(q: torch.Tensor) -> None:
 
 def padded(size: int) -> int:
     """The next size that tl.dot takes."""
-    return max(triton.next_power_of_2(size), 16)
+    power: int = triton.next_power_of_2(size)
+    return max(power, 16)
 
 
 def split_count(programs: int, most: int) -> int:
     """How many programs, at most ``most``, are to share the work of each of ``programs``."""
-    return max(min(triton.cdiv(_PROGRAMS, programs), most, _MOST_SPLITS), 1)
+    wanted: int = triton.cdiv(_PROGRAMS, programs)
+    return max(min(wanted, most, _MOST_SPLITS), 1)
 
 
 @triton.jit

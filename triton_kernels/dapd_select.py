@@ -40,7 +40,7 @@ def _score(pointer, pair):
 
 @triton.jit
 def _weight(score_ptr, i, j, stride_i, stride_j, pair):
-    """Of i and j where pair, else 0. Between its product and a sum lies a choice, so that they are not fused."""
+    """Where pair, else 0. Between its product and a sum lies a choice, so that they are not fused."""
     weight = (
         _score(score_ptr + i * stride_i + j * stride_j, pair)
         + _score(score_ptr + j * stride_i + i * stride_j, pair)
