@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         "--decoder",
         default="depcap",
         metavar="NAME",
-        help="depcap (the default), threshold, factor, vanilla or dream",
+        help="depcap (the default), dapd, threshold, factor, vanilla or dream; or the published settings of "
+        "dapd for a task: dapd-dream, and dapd-llada- with gsm8k, gsm8k-staged, humaneval, humaneval-staged, "
+        "mbpp, mbpp-direct or math",
     )
     generate.add_argument(
         "--cache",
@@ -101,9 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(compare)
     compare.add_argument(
         "--decoders",
-        default="vanilla,threshold,depcap",
+        default="vanilla,threshold,depcap,dapd",
         metavar="NAMES",
-        help="as for generate --decoder (vanilla,threshold,depcap)",
+        help="as for generate --decoder (vanilla,threshold,depcap,dapd)",
     )
     compare.add_argument("--count", type=int, default=50, help="test prompts of the model tiny (50)")
     compare.add_argument("--json", action="store_true", help="print a JSON object")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -11,18 +10,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-import dlmkern.ops  # noqa: F401  # defines the op
+from dlmkern.ops import _check, attention_graph
 from dlmkern.ops._check import is_int, is_number
-
-# Without the checks of `dlmkern.attention_graph`: the forward pass has made them.
-_attention_graph = torch.ops.dlmkern.attention_graph.default
 
 
 class AttentionGraph:
     """How much some positions of each row attend to each other: the mean over heads and over some layers.
 
     It is for one forward pass. `MaskedLM.forward(..., graph=...)` feeds it, and so does
-    `transformers_graph.feeding`; whoever has queries and keys, or attention maps, calls `add` or `add_map`.
+    `transformers_graph.feeding`; whoever has queries and keys, or attention maps, calls `add` or `add_maps`.
     Nothing is read on the host, and no `add` makes a map `[B, H, L, L]`.
 
     Args:
@@ -85,53 +81,84 @@ class AttentionGraph:
             scale: of q k before the softmax. None: `1 / sqrt(d)`.
 
         Raises:
-            ValueError: a shape does not fit.
+            TypeError, ValueError: as `dlmkern.attention_graph`, which does the work.
         """
         batch = len(self.positions)
-        self._check_pass(len(q), q.shape[2], k.shape[2], rows)
-        q, k = q.detach()[:batch], k.detach()[:batch]
+        if len(q) < batch:
+            raise ValueError(f"the graph has {batch} rows of positions, the pass has {len(q)} rows")
+        q, k = q[:batch], k[:batch]
         positions = self.positions
         if key_mask is not None:
             if lengths is not None:
                 raise ValueError("give either lengths or key_mask, not both")
+            shape = (batch, k.shape[2])
+            key_mask = _check.companion("key_mask", key_mask[:batch], "k", k, shape, _check.BOOL)
             rows = positions if rows is None else rows
-            k, positions, lengths = _left_aligned(k, positions, key_mask[:batch])
-        if self._sum is None:
-            self._sum = self._zeros(q)
-        _attention_graph(
+            k, positions, lengths = _left_aligned(k, positions, key_mask)
+        self._sum = attention_graph(
             q,
             k,
             positions,
-            rows,
-            None if lengths is None else lengths[:batch],
-            None if lse is None else lse.detach()[:batch],
-            1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-            self._sum,
+            out=self._sum,
+            rows=rows,
+            lengths=None if lengths is None else lengths[:batch],
+            lse=None if lse is None else lse[:batch],
+            scale=scale,
         )
         self._added += 1
 
-    def add_map(self, attention: Tensor) -> None:
-        """Add a layer by its attention weights `[R, H, L, L]`, as `output_attentions=True` returns them.
+    def add_maps(self, attentions: Sequence[Tensor], length: int, model: object) -> None:
+        """Add the wanted layers by the attention weights of all, `[R, H, L, L]` each.
+
+        So `output_attentions=True` returns them. Once per model, they are checked not to be causal.
+
+        Args:
+            attentions: a map of each layer.
+            length: L, the positions of a row.
+            model: what made them. One that cannot be weakly referenced is checked each time.
 
         Raises:
-            TypeError: it is not a tensor.
-            ValueError: a shape does not fit.
+            TypeError: they are not floating-point tensors in a tuple or list.
+            ValueError: a shape or device does not fit; or above the diagonal all weights of a layer are zero,
+                which names the model's class.
         """
-        if not isinstance(attention, Tensor):
-            raise TypeError(f"attention must be a tensor, got {type(attention).__name__}")
-        if attention.dim() != 4:
-            raise ValueError(f"attention must have shape [R, H, n, L], got {list(attention.shape)}")
-        batch, (n, length) = len(self.positions), attention.shape[2:]
-        self._check_pass(len(attention), n, length, None)
+        if not isinstance(attentions, list | tuple) or not attentions:
+            raise TypeError(f"attentions must be a tuple or list of maps, got {type(attentions).__name__}")
+        for layer, weights in enumerate(attentions):
+            self._check_map(f"attentions[{layer}]", weights, length)
+        if id(model) not in bidirectional and length > 1:
+            if any(not weights.triu(1).any() for weights in attentions):
+                raise causal(model)
+            with contextlib.suppress(TypeError):  # no weak reference
+                bidirectional[id(model)] = model
+        for layer, weights in enumerate(attentions):
+            if self.wants(layer, len(attentions)):
+                self._add_map(weights.detach())
+
+    def _add_map(self, attention: Tensor) -> None:
+        batch, length = len(self.positions), attention.shape[-1]
         if self._sum is None:
             self._sum = self._zeros(attention)
         real = (self.positions >= 0) & (self.positions < length)
         place = self.positions.clamp(0, length - 1)
         index = torch.arange(batch, device=place.device)[:, None, None]
-        weights = attention.detach()[index, :, place[:, :, None], place[:, None, :]]  # [B, M, M, H]
+        weights = attention[index, :, place[:, :, None], place[:, None, :]]  # [B, M, M, H]
         weights = weights.mean(-1, dtype=self._sum.dtype)
         self._sum += torch.where(real[:, :, None] & real[:, None, :], weights, 0.0)
         self._added += 1
+
+    def _check_map(self, name: str, weights: object, length: int) -> None:
+        if not isinstance(weights, Tensor) or not weights.is_floating_point():
+            got = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+            raise TypeError(f"{name} must be a map of floating-point weights, got {got}")
+        least, shape = len(self.positions), weights.shape
+        if len(shape) != 4 or shape[2:] != (length, length) or shape[0] < least or shape[1] == 0:
+            raise ValueError(
+                f"{name} must have shape [R, H, {length}, {length}] with R >= {least} and H >= 1, "
+                f"got {list(shape)}"
+            )
+        if weights.device != self.positions.device:
+            raise ValueError(f"{name} must be on {self.positions.device}, got {weights.device}")
 
     def scores(self) -> Tensor:
         """`[B, M, M]` float32, or float64: row i, column j is how much position i attends to position j.
@@ -163,14 +190,6 @@ class AttentionGraph:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         batch, many = self.positions.shape
         return x.new_zeros((batch, many, many), dtype=dtype)
-
-    def _check_pass(self, batch: int, n: int, length: int, rows: Tensor | None) -> None:
-        if batch < len(self.positions):
-            raise ValueError(
-                f"the graph has {len(self.positions)} rows of positions, the pass has {batch} rows"
-            )
-        if rows is None and n != length:
-            raise ValueError(f"the graph needs rows, as the pass computes {n} of {length} positions")
 
 
 def _left_aligned(k: Tensor, positions: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,28 +224,6 @@ def layer_choice(layers: object) -> float | frozenset[int]:
 
 bidirectional: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Models whose attention was looked at, by their id: not all can be hashed."""
-
-
-def check_bidirectional(attentions: Sequence[Tensor], model: object) -> None:
-    """Check, once per model, that its attention maps are not those of causal attention.
-
-    Args:
-        attentions: maps `[B, H, n, L]` of the layers, as `output_attentions=True` returns them. One of a
-            single position says nothing.
-        model: what made them. One that cannot be weakly referenced is checked each time.
-
-    Raises:
-        ValueError: above the diagonal all weights of a layer are zero; names the model's class.
-    """
-    maps = [
-        attention for attention in attentions if isinstance(attention, Tensor) and attention.shape[-1] > 1
-    ]
-    if id(model) in bidirectional or not maps:
-        return
-    if any(not attention.triu(1).any() for attention in maps):
-        raise causal(model)
-    with contextlib.suppress(TypeError):  # no weak reference
-        bidirectional[id(model)] = model
 
 
 def causal(model: object) -> ValueError:

@@ -25,6 +25,7 @@ STYLES = {
     Reason.FORCED: "bold yellow",
     Reason.AFTER_EOS: "dim",
     Reason.FACTOR: "bold green",
+    Reason.INDEPENDENT: "bold cyan",
 }
 
 

@@ -24,6 +24,12 @@ def number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number, got {value!r}")
 
 
+def finite_number(name: str, value: object) -> None:
+    number(name, value)
+    if math.isinf(value):  # type: ignore[arg-type]
+        raise ValueError(f"{name} must be finite, got {value!r}")
+
+
 def finite_number_from_zero(name: str, value: object) -> None:
     if not is_number(value) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")

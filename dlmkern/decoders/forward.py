@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dlmkern.decoders.cache import DualCache, PrefixCache
 from dlmkern.decoders.decoder import Decoder
 from dlmkern.decoders.state import State
-from dlmkern.graph import AttentionGraph, check_bidirectional
+from dlmkern.graph import AttentionGraph
 
 if TYPE_CHECKING:
     from dlmkern.models.kv_cache import KVCache
@@ -252,16 +252,13 @@ def _call_foreign(model: Model, ids: Tensor, graph: AttentionGraph, keywords: di
                 return model(ids, **keywords)
     output = model(ids, **keywords)
     maps = getattr(output, "attentions", None)
-    if not maps:
+    if maps is None:
         raise ValueError(
             f"the decoder needs the attention of the model, and {type(model).__name__} does not give it: use "
             "a model of dlmkern.models, one of transformers with its attention interface, or one that "
             "returns the maps [B, H, L, L] of all layers in the attribute attentions (output_attentions=True)"
         )
-    check_bidirectional(maps, model)
-    for layer, attention in enumerate(maps):
-        if graph.wants(layer, len(maps)):
-            graph.add_map(attention)
+    graph.add_maps(maps, ids.shape[1], model)
     return output
 
 

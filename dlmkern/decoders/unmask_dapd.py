@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -61,8 +62,10 @@ class DAPD(UnmaskingRule):
     def __post_init__(self) -> None:
         if self.variant not in ("staged", "direct"):
             raise ValueError(f'variant must be "staged" or "direct", got {self.variant!r}')
-        _check.number("tau_min", self.tau_min)
-        _check.number("tau_max", self.tau_max)
+        _check.finite_number("tau_min", self.tau_min)
+        _check.finite_number("tau_max", self.tau_max)
+        if math.isinf(self.tau_max - self.tau_min):
+            raise ValueError(f"tau_max - tau_min must be finite, got {self.tau_max!r} - {self.tau_min!r}")
         if self.tau_min > self.tau_max:
             raise ValueError(
                 f"tau_min must not exceed tau_max, got tau_min = {self.tau_min!r} and "

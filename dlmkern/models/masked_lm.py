@@ -149,7 +149,7 @@ class MaskedLM(PreTrainedModel):
             _check_ids("positions", positions, (batch, None), 0, n)
         graph_rows = None
         if graph is not None:
-            _check_graph(graph, batch, length)
+            _check_graph(graph, input_ids, length)
             if position_ids is not None:
                 graph_rows = _columns(position_ids, graph.positions, length)
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
@@ -253,12 +253,15 @@ def _columns(position_ids: Tensor, positions: Tensor, length: int) -> Tensor:
     return column[: len(positions)].gather(1, place(positions))
 
 
-def _check_graph(graph: AttentionGraph, batch: int, length: int) -> None:
+def _check_graph(graph: AttentionGraph, input_ids: Tensor, length: int) -> None:
     """Check that the graph fits, before anything is written to the cache."""
     if not isinstance(graph, AttentionGraph):
         raise TypeError(f"graph must be an AttentionGraph, got {type(graph).__name__}")
-    if len(graph.positions) > batch:
-        raise ValueError(f"graph has {len(graph.positions)} rows of positions, input_ids has {batch} rows")
+    rows, batch = len(graph.positions), len(input_ids)
+    if rows > batch:
+        raise ValueError(f"graph has {rows} rows of positions, input_ids has {batch} rows")
+    if graph.positions.device != input_ids.device:
+        raise ValueError(f"graph.positions must be on {input_ids.device}, got {graph.positions.device}")
     _check_ids("graph.positions", graph.positions, (None, None), -1, length)
 
 

@@ -11,6 +11,7 @@ keys are looked at in passing. What SDPA leaves out (soft caps, attention sinks)
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, TypeGuard
@@ -46,33 +47,40 @@ def supports_graph(model: object) -> TypeGuard[PreTrainedModel]:
 def feeding(model: PreTrainedModel, graph: AttentionGraph) -> Iterator[None]:
     """Feed the graph from the one forward pass that the model makes in this context.
 
-    Keys that an attention mask hides do not count, wherever they are. Values of masks on the CPU are always
-    checked; on an accelerator, where this would stall it, only in the first pass of a model that has masks.
+    Meanwhile the model's configuration names another attention function, so threads take turns. Keys that an
+    attention mask hides do not count, wherever they are. Values of masks on the CPU are always checked; on an
+    accelerator, where this would stall it, only in the first pass of a model that has masks.
 
     Raises:
         TypeError: `graph` is not an AttentionGraph.
         ValueError: `supports_graph` is false; a wanted layer's attention is causal, is limited to a window
             that is shorter than the row, or has a bias; or it was not one forward pass through the layers.
     """
-    if reason := _unsupported(model):
-        raise ValueError(f"{type(model).__name__} cannot feed an attention graph: {reason}")
     if not isinstance(graph, AttentionGraph):
         raise TypeError(f"graph must be an AttentionGraph, got {type(graph).__name__}")
-    # Parts of a model may have configurations of their own.
-    parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
-    switched = [config for config in parts.values() if config._attn_implementation == "sdpa"]
-    feed = _Feed(model, graph)
-    token = _feed.set(feed)
-    try:
-        for config in switched:
-            # `_attn_implementation` would go on to the configurations within this one.
-            config._attn_implementation_internal = NAME
-        yield
-    finally:
-        for config in switched:
-            config._attn_implementation_internal = "sdpa"
-        _feed.reset(token)
-    feed.finish()
+    with _switching:
+        if reason := _unsupported(model):
+            raise ValueError(f"{type(model).__name__} cannot feed an attention graph: {reason}")
+        if model.config._attn_implementation == NAME:
+            raise ValueError(f"{type(model).__name__} feeds another attention graph already")
+        # Parts of a model may have configurations of their own.
+        configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+        switched = [config for config in configs if config._attn_implementation == "sdpa"]
+        feed = _Feed(model, graph)
+        token = _feed.set(feed)
+        try:
+            for config in switched:
+                # `_attn_implementation` would go on to the configurations within this one.
+                config._attn_implementation_internal = NAME
+            yield
+        finally:
+            for config in switched:
+                config._attn_implementation_internal = "sdpa"
+            _feed.reset(token)
+        feed.finish()
+
+
+_switching = threading.RLock()
 
 
 def _unsupported(model: object) -> str | None:
@@ -82,7 +90,7 @@ def _unsupported(model: object) -> str | None:
     can_switch = getattr(model, "_can_set_attn_implementation", None)
     if can_switch is None or not can_switch():
         return "its attention does not go through transformers' attention interface, of 4.54 or newer"
-    if model.config._attn_implementation != "sdpa":
+    if model.config._attn_implementation not in ("sdpa", NAME):  # the latter while another thread feeds
         return f'its attn_implementation is {model.config._attn_implementation!r}, not "sdpa"'
     return None
 

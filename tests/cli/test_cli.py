@@ -62,9 +62,9 @@ def test_help_lists_every_decoder(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "generate", "--help")
     assert code == 0
     start = out.index("--decoder NAME", out.index("options:"))
-    about = out[start : out.index("--cache", start)]
+    about = re.sub(r"-\s+", "-", out[start : out.index("--cache", start)])
     for name in decoders.PRESETS:
-        assert name in about
+        assert name.removeprefix("dapd-llada-") in about
 
 
 def test_generate_with_a_cache(capsys: pytest.CaptureFixture[str]) -> None:

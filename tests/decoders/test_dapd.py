@@ -346,11 +346,21 @@ def test_no_attention_to_be_had() -> None:
         dlmkern.generate(HashModel(), [[1]], "dapd", 4, mask_token_id=MASK, vocab_size=VOCAB)
 
 
+def test_maps_of_another_length() -> None:
+    def model(ids: Tensor) -> Any:
+        return SimpleNamespace(logits=torch.rand(*ids.shape, 7), attentions=(torch.rand(1, 2, 3, 3),))
+
+    with pytest.raises(ValueError, match=r"attentions\[0\] must have shape \[R, H, 5, 5\]"):
+        dlmkern.generate(model, [[1]], "dapd", 4, mask_token_id=6)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"variant": "stage"}, "variant must be"),
         ({"tau_min": "0"}, "tau_min must be a number"),
+        ({"tau_max": math.inf}, "tau_max must be finite, got inf"),
+        ({"tau_min": -1e308, "tau_max": 1e308}, "tau_max - tau_min must be finite"),
         ({"tau_min": 0.2, "tau_max": 0.1}, "tau_min must not exceed tau_max, got tau_min = 0.2"),
         ({"layers": 0}, r"layers must be a share in \(0, 1\] or indices of layers, got 0"),
         ({"layers": []}, "layers must be a share"),

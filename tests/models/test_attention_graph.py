@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dlmkern.graph import bidirectional
 from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, layers, load_model, masked_lm
 from dlmkern.models.masked_lm import MaskedLM
 from tests.models.support import DATA, DREAM, LLADA, Memory, PlainModel, ids
@@ -390,14 +391,14 @@ def test_attention_maps() -> None:
     graph, by_map = AttentionGraph(positions), AttentionGraph(positions)
     for _ in range(2):
         graph.add(q, k)
-        by_map.add_map(weights)
+        by_map.add_maps([weights], 7, None)
     assert_close(by_map.scores(), graph.scores(), 1e-6)
     half = AttentionGraph(positions)
-    half.add_map(weights.bfloat16())
+    half.add_maps([weights.bfloat16()], 7, None)
     assert half.scores().dtype == torch.float32
     assert_close(half.scores(), graph.scores(), 1e-2)
     first = AttentionGraph(positions[:1])
-    first.add_map(weights)
+    first.add_maps((weights,), 7, None)
     assert_close(first.scores(), graph.scores()[:1], 1e-6)
 
 
@@ -451,7 +452,8 @@ def on_an_accelerator(mask: bool) -> None:
         graph.add(q, q[:, :2], key_mask=tokens.bool())
         graph.add(q[:, :, :4], q[:, :2], rows=places, key_mask=tokens.bool())
         model(tokens, attention_mask=tokens, graph=graph)
-        graph.add_map(torch.zeros(2, 4, 9, 9, device=device))
+        bidirectional[id(model)] = model  # as it is after a first look
+        graph.add_maps([torch.zeros(2, 4, 9, 9, device=device)], 9, model)
         graph.scores()
 
 
@@ -557,16 +559,39 @@ def test_bad_layers() -> None:
     with pytest.raises(ValueError, match="the graph has 3 rows of positions, the pass has 2 rows"):
         graph.add(q, q)
     graph = AttentionGraph(every_position(2, 2))
-    with pytest.raises(ValueError, match="the graph needs rows, as the pass computes 5 of 4 positions"):
+    with pytest.raises(ValueError, match="rows: expected where q has 5 rows and k 4 positions"):
         graph.add(q, q[:, :, :4])
     with pytest.raises(ValueError, match="give either lengths or key_mask, not both"):
         graph.add(q, q, lengths=torch.tensor([5, 5]), key_mask=torch.ones(2, 5).bool())
-    with pytest.raises(ValueError, match=r"attention must have shape \[R, H, n, L\], got \[4, 5, 8\]"):
-        graph.add_map(q[0])
-    with pytest.raises(ValueError, match="the graph needs rows, as the pass computes 5 of 8 positions"):
-        graph.add_map(q)
-    with pytest.raises(TypeError, match="attention must be a tensor, got NoneType"):
-        graph.add_map(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"key_mask: expected shape \[2, 5\]"):
+        graph.add(q, q, key_mask=torch.ones(2, 4).bool())
+    with pytest.raises(TypeError, match="key_mask: expected dtype bool, got int64"):
+        graph.add(q, q, key_mask=torch.ones(2, 5).long())
+    with pytest.raises(ValueError, match="k: expected a number of heads that divides the 4 of q, got 3"):
+        graph.add(q, q[:, :3])
+    with pytest.raises(ValueError, match=r"lse: expected shape \[2, 4, 5\]"):
+        graph.add(q, q, lse=torch.zeros(2, 4, 9))
+    with pytest.raises(ValueError, match="positions: expected device cpu like q, got meta"):
+        AttentionGraph(torch.zeros(2, 2, dtype=torch.int64, device="meta")).add(q, q)
+
+
+@pytest.mark.parametrize(
+    ("maps", "error", "message"),
+    [
+        ((), TypeError, "attentions must be a tuple or list of maps, got tuple"),
+        (torch.zeros(2, 1, 2, 5, 5), TypeError, "attentions must be a tuple or list of maps, got Tensor"),
+        ([torch.rand(1, 2, 5, 5), None], TypeError, r"attentions\[1\] must be a map .* got NoneType"),
+        ([torch.ones(1, 2, 5, 5).bool()], TypeError, r"attentions\[0\] must be .* got torch.bool"),
+        ([torch.rand(1, 2, 3, 3)], ValueError, r"\[R, H, 5, 5\] with R >= 1 and H >= 1, got \[1, 2, 3, 3\]"),
+        ([torch.rand(1, 5, 5)], ValueError, r"must have shape .* got \[1, 5, 5\]"),
+        ([torch.rand(1, 0, 5, 5)], ValueError, r"must have shape .* got \[1, 0, 5, 5\]"),
+        ([torch.rand(0, 1, 5, 5)], ValueError, r"must have shape .* got \[0, 1, 5, 5\]"),
+        ([torch.rand(1, 1, 5, 5, device="meta")], ValueError, "must be on cpu, got meta"),
+    ],
+)
+def test_maps_that_do_not_fit(maps: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        AttentionGraph(every_position(1, 5)).add_maps(maps, 5, None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dlmkern.graph import AttentionGraph, check_bidirectional
+from dlmkern.graph import AttentionGraph
 from dlmkern.models import tiny, transformers_graph
 from dlmkern.models.transformers_graph import feeding, supports_graph
 from tests.models.support import ids
@@ -238,7 +239,9 @@ def test_the_setting_is_restored() -> None:
     model = bert()
     with feeding(model, AttentionGraph(POSITIONS)):
         assert model.config._attn_implementation != "sdpa"
-        assert not supports_graph(model)
+        again = feeding(model, AttentionGraph(POSITIONS))
+        with pytest.raises(ValueError, match="BertForMaskedLM feeds another attention graph already"):
+            again.__enter__()
         model(ids(2, 9))
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(KeyError), feeding(model, AttentionGraph(POSITIONS)):
@@ -320,18 +323,22 @@ def test_models_that_feed_nothing() -> None:
         pass
 
 
+def add_maps(maps: Any, model: object) -> None:
+    AttentionGraph(POSITIONS.clamp(max=0)).add_maps(maps, maps[0].shape[-1], model)
+
+
 def test_attention_maps_are_checked_once_for_each_model() -> None:
     model, causal = bert("eager"), llama("eager")
     maps = model(ids(2, 9), output_attentions=True).attentions
     triangles = causal(ids(2, 9), output_attentions=True).attentions
-    check_bidirectional([attention[..., :1, :1] for attention in triangles], causal)  # says nothing
+    add_maps([attention[..., :1, :1] for attention in triangles], causal)  # says nothing
     for _ in range(2):
         with pytest.raises(ValueError, match="LlamaForCausalLM has causal attention"):
-            check_bidirectional(triangles, causal)
-    check_bidirectional(maps, model)
-    check_bidirectional(triangles, model)  # known by now
+            add_maps(triangles, causal)
+    add_maps(maps, model)
+    add_maps(triangles, model)  # known by now
     with pytest.raises(ValueError, match="causal attention"):
-        check_bidirectional([maps[0], triangles[1]], causal)
+        add_maps([maps[0], triangles[1]], causal)
 
 
 def test_attention_maps_of_models_that_cannot_be_hashed_or_referenced() -> None:
@@ -349,5 +356,32 @@ def test_attention_maps_of_models_that_cannot_be_hashed_or_referenced() -> None:
                 return super().triu(*args)
 
         for _ in range(2):
-            check_bidirectional([maps[0].as_subclass(Map), None], model)  # type: ignore[list-item]
+            add_maps([maps[0].as_subclass(Map)], model)
         assert len(looks) == times
+
+
+def test_threads_take_turns() -> None:
+    """The setting that feeds a graph is the configuration's, which two models may share."""
+    first = bert()
+    second = type(first)(first.config).eval()
+    models = [first, first, second]
+    inputs = [ids(2, 9).roll(row, 1) for row in range(3)]
+    expected = []
+    for model, tokens in zip(models, inputs, strict=True):
+        graph = AttentionGraph(POSITIONS)
+        with feeding(model, graph):
+            model(tokens)
+        expected.append(graph.scores())
+
+    def run(row: int) -> None:
+        for _ in range(20):
+            assert supports_graph(models[row])
+            graph = AttentionGraph(POSITIONS)
+            with feeding(models[row], graph):
+                models[row](inputs[row])
+            assert torch.equal(graph.scores(), expected[row])
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(run, row) for row in range(3)]:
+            future.result()
+    assert first.config._attn_implementation == "sdpa"
