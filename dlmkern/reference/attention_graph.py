@@ -18,7 +18,7 @@ def attention_graph(
     kv_heads, length = k.shape[1:3]
     if rows is None:
         rows = positions
-    if n == 0 or length == 0 or out.numel() == 0:
+    if heads == 0 or n == 0 or length == 0 or out.numel() == 0:
         return
     end = positions.new_full((batch,), length) if lengths is None else lengths.clamp(max=length)
     real = (positions >= 0) & (positions < end[:, None]) & (rows >= 0) & (rows < n)  # [B, M]
@@ -35,7 +35,7 @@ def attention_graph(
         scores = queries @ keys.take_along_dim(place, dim=1).mT  # [B, M, M]
         total += scores.sub_(base[..., None]).exp_()
     pair = real[:, :, None] & real[:, None, :]
-    out.copy_(torch.where(pair, out + total / max(heads, 1), out))  # adding 0 to padding would lose a -0.0
+    out.copy_(torch.where(pair, out + total / heads, out))  # adding 0 to padding would lose a -0.0
 
 
 def _logsumexp(queries: Tensor, keys: Tensor, hidden: Tensor | None) -> Tensor:

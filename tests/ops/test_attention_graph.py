@@ -402,16 +402,14 @@ def test_empty(backend: str, device: torch.device, shape: tuple[int, ...]) -> No
     positions = torch.full((batch, many), -1 if nowhere else 2)
     rows = None if n == length else positions
     arguments = [None if x is None else x.to(device) for x in (q, k, positions, rows)]
-    expected = 1 / length if heads and not nowhere else 0.0
     for lengths in (None, torch.full((batch,), length, device=device)):
         found = dlmkern.attention_graph(*arguments[:3], rows=arguments[3], lengths=lengths)  # type: ignore[arg-type]
         assert found.shape == (batch, many, many)
-        assert_close(found, torch.full(found.shape, expected).numpy(), 1e-6)
+        assert (found == 0).all()
         out = garbage(found.shape, torch.float32, device)
         kept = out.clone()
         dlmkern.attention_graph(*arguments[:3], out=out, rows=arguments[3], lengths=lengths)  # type: ignore[arg-type]
-        if expected == 0 and nowhere:
-            assert torch.equal(bits(out), bits(kept))
+        assert torch.equal(bits(out), bits(kept))
 
 
 def test_more_than_fits_one_thread(backend: str, device: torch.device) -> None:
