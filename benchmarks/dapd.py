@@ -143,7 +143,7 @@ def plot(curve: list[quality.Point], parts: list[quality.Point], file: Path) -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = study.parser("dapd", __doc__)
+    parser = study.parser("dapd", __doc__, page_plot="docs/dapd.png")
     parser.add_argument("--prompts", type=study.count, default=100, help="of each study (100)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -109,7 +109,7 @@ def test_each_kind_is_there() -> None:
         "dream_traces": 8,
         "depcap_llada_traces": 6,
         "depcap_dream_traces": 2,
-        "dapd_traces": 2,
+        "dapd_traces": 4,
     }
 
 
