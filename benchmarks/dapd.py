@@ -3,7 +3,8 @@
 Three studies of unseen prompts whose answers are checked by rule. Each prints a table; the numbers go to a
 JSON file, with a plot beside it.
 
-- curve: valid answers against forward passes on `dlmkern.models.chains4`, the graph's threshold swept.
+- curve: valid answers against forward passes on `dlmkern.models.chains4`, the graph's threshold swept; and
+  what the true dependencies give in place of attention.
 - blocks: the same, and eight chains (80 tokens) by the model of `benchmarks.chains`, with answers cut into
   blocks. An independent re-run of DAPD finds no advantage in blocks of 32 tokens.
 - parts: one to eight chains in an answer, by that model: how forward passes grow with the number of
@@ -13,12 +14,14 @@ JSON file, with a plot beside it.
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from rich.progress import track
 
 import dlmkern
-from benchmarks import chains, quality, study
+from benchmarks import chains, mrf9, quality, study
 from benchmarks.markdown import table
 from dlmkern import decoders, models
 from dlmkern.decoders import Decoder
@@ -52,6 +55,8 @@ def curve_candidates() -> Iterable[tuple[str, str, Decoder]]:
             decoders.dapd("staged", tau, tau, late_graph=False),
         )
     for tau in TAUS:
+        yield "DAPD staged, all layers", f"tau={tau}", decoders.dapd("staged", tau, tau, layers=1.0)
+    for tau in TAUS:
         yield "DAPD direct", f"tau={tau}", decoders.dapd("direct", tau, tau)
 
 
@@ -80,10 +85,29 @@ def part_decoders(length: int) -> dict[str, Decoder]:
     }
 
 
+class WithTrueGraph:
+    """A model of `chains4` with the true edges of the answer in place of its attention."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config
+        edges = mrf9.chains4_edges().float()
+        self.attention = torch.nn.functional.pad(edges, (chains4.PROMPT_LENGTH, 0) * 2)
+
+    def __call__(self, ids: torch.Tensor) -> SimpleNamespace:
+        maps = (self.attention.expand(len(ids), 1, -1, -1),)
+        return SimpleNamespace(logits=self.model(ids).logits, attentions=maps)
+
+
 def run_curve(prompts: int) -> list[quality.Point]:
     model, asked = models.tiny(), chains4.prompts(prompts, seed=0)
     candidates = list(curve_candidates())
-    return [quality.measure(*one, model, asked) for one in track(candidates, "curve", transient=True)]
+    points = [quality.measure(*one, model, asked) for one in track(candidates, "curve", transient=True)]
+    truth = WithTrueGraph(model)
+    points.append(
+        quality.measure("DAPD staged, true graph", "", decoders.dapd("staged", 0.5, 0.5), truth, asked)
+    )
+    return points
 
 
 def run_blocks(prompts: int) -> dict[str, list[quality.Point]]:

@@ -37,7 +37,7 @@ class AttentionGraph:
             got = getattr(positions, "dtype", type(positions).__name__)
             raise TypeError(f"positions must be an int64 tensor, got {got}")
         if positions.dim() != 2:
-            raise ValueError(f"positions must have shape [*, *], got {list(positions.shape)}")
+            raise ValueError(f"positions must have shape [B, M], got {list(positions.shape)}")
         self.positions = positions
         self.layers = layer_choice(layers)
         self._sum: Tensor | None = None

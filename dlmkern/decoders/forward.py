@@ -255,8 +255,9 @@ def _call_foreign(model: Model, ids: Tensor, graph: AttentionGraph, keywords: di
     if maps is None:
         raise ValueError(
             f"the decoder needs the attention of the model, and {type(model).__name__} does not give it: use "
-            "a model of dlmkern.models, one of transformers with its attention interface, or one that "
-            "returns the maps [B, H, L, L] of all layers in the attribute attentions (output_attentions=True)"
+            'a model of dlmkern.models, one of transformers with attn_implementation="sdpa", or one that '
+            "returns the maps [B, H, L, L] of all layers in the attribute attentions (for transformers, "
+            "model.config.output_attentions = True)"
         )
     graph.add_maps(maps, ids.shape[1], model)
     return output

@@ -28,7 +28,10 @@ def test_studies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     )
     assert dapd.main(["--prompts", "2", "--threads", "1", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "dapd.json").read_text())
-    assert [point["nfe"] for point in record["curve"]] == [40, 1]
+    assert [point["nfe"] for point in record["curve"]][:2] == [40, 1]
+    # With the true graph: every hub of a chain, then what hangs on it, then what is sure.
+    assert record["curve"][2]["curve"] == "DAPD staged, true graph"
+    assert 2 <= record["curve"][2]["nfe"] <= 5
     assert [(point["curve"], point["setting"], point["nfe"]) for point in record["blocks, 4 chains"]] == [
         ("one", "20", 40), ("all", "20", 2), ("one", "40", 40), ("all", "40", 1),
     ]  # fmt: skip

@@ -500,7 +500,7 @@ def test_tracing(checkpoint: Checkpoint) -> None:
     [
         ({"positions": [[1]]}, TypeError, "positions must be an int64 tensor, got list"),
         ({"positions": torch.zeros(1, 2)}, TypeError, "positions must be an int64 tensor, got torch.float32"),
-        ({"positions": torch.arange(3)}, ValueError, r"positions must have shape \[\*, \*\], got \[3\]"),
+        ({"positions": torch.arange(3)}, ValueError, r"positions must have shape \[B, M\], got \[3\]"),
         ({"layers": 0.0}, ValueError, r"layers must be a share in \(0, 1\] or indices of layers, got 0.0"),
         ({"layers": 1.5}, ValueError, "layers must be a share"),
         ({"layers": float("nan")}, ValueError, "layers must be a share"),
