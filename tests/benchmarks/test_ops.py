@@ -17,8 +17,9 @@ QUICK = ("--quick", "--device", "cpu", "--threads", "1")
 
 
 @pytest.fixture(autouse=True)
-def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "VOCABULARY", 512)
+    monkeypatch.setattr(cases, "GRAPHS", ((64, torch.float32), (64, torch.bfloat16)))
 
 
 def test_every_op_has_a_case() -> None:
