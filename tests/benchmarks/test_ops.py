@@ -1,6 +1,7 @@
 """The benchmarks time the same computation on both sides, and give no ratio where results differ."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ QUICK = ("--quick", "--device", "cpu", "--threads", "1")
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "VOCABULARY", 512)
     monkeypatch.setattr(cases, "GRAPHS", ((64, torch.float32), (64, torch.bfloat16)))
+
+
+@pytest.fixture(autouse=True)
+def no_emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As other tests of this process may have left it: the rows count the backends that there are."""
+    monkeypatch.delenv("DLMKERN_EMULATED_MODULE", raising=False)
+    bench.registry._resolve.cache_clear()
+    yield
+    bench.registry._resolve.cache_clear()
 
 
 def test_every_op_has_a_case() -> None:
