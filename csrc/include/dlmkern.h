@@ -351,6 +351,101 @@ DLMKERN_API int dlmkern_cuda_dapd_select(const dlmkern_view* scores, const dlmke
                                          const dlmkern_view* selected, void* workspace,
                                          size_t workspace_bytes, void* stream);
 
+/* -----------------------------------------------------------------------------------------------------------
+ * diagonal_correction: what the queries of COVER's seeds gather without their own tokens, in place. The same
+ * in one attention, cover_attention, needs the matrix units and is left to Triton.
+ *
+ *   out         [B, Hq, n, d] float, d >= 1, in and out: attention over the keys that all queries see
+ *   lse         [B, Hq, n] float64 for float64 out, else float32, in and out: its log-sum-exp, in nats
+ *   q           [B, Hq, n, d] the dtype of out
+ *   k, v        [B, Hkv, n, d] same dtype, of this pass; Hkv divides Hq, query head h goes with key head
+ *               h / (Hq / Hkv)
+ *   k_cached, v_cached  [B, Hkv, L, d] same dtype
+ *   seeds       [B, n] bool: the rows of k and v that are seeds
+ *   lengths     [B] int64: the keys of a sequence end there, whatever lies beyond; NULL for L. Below 0 is 0,
+ *               and above L is L
+ *   positions   [B, n] int64, or NULL. NULL: n == L, row i is at place i, and the keys and values that all
+ *               queries see are those of the caches at seeds and those of k and v elsewhere. Else the place
+ *               of each row, and all queries see the caches
+ *   shift       0 or 1: row i is corrected if row s = i + shift is a seed, in the column c = place(s)
+ *   scale       finite
+ *   recompute_below  at least 0, infinity included
+ *
+ * Nothing is done where s >= n or c lies outside [0, length). With a = exp(scale q_i k_cached_c - lse_i),
+ * b = exp(scale q_i k_s - lse_i) and r = 1 - a + b, in float64:
+ *   out_i = (out_i - a v_cached_c + b v_s) / r,  lse_i += log r,
+ * or, unless r >= recompute_below, both from the keys, with k_s and v_s in the place of column c. Its scores
+ * and sums are float32 or better.
+ */
+DLMKERN_API int dlmkern_cpu_diagonal_correction(const dlmkern_view* out, const dlmkern_view* lse,
+                                                const dlmkern_view* q, const dlmkern_view* k,
+                                                const dlmkern_view* v, const dlmkern_view* k_cached,
+                                                const dlmkern_view* v_cached, const dlmkern_view* seeds,
+                                                const dlmkern_view* lengths, const dlmkern_view* positions,
+                                                int shift, double scale, double recompute_below);
+DLMKERN_API int dlmkern_cuda_diagonal_correction(const dlmkern_view* out, const dlmkern_view* lse,
+                                                 const dlmkern_view* q, const dlmkern_view* k,
+                                                 const dlmkern_view* v, const dlmkern_view* k_cached,
+                                                 const dlmkern_view* v_cached, const dlmkern_view* seeds,
+                                                 const dlmkern_view* lengths, const dlmkern_view* positions,
+                                                 int shift, double scale, double recompute_below,
+                                                 void* stream);
+
+/* -----------------------------------------------------------------------------------------------------------
+ * cover_seeds: the committed tokens that COVER verifies next.
+ *
+ *   uncertainty       [B, n] float32|float64
+ *   influence, drift  [B, n] float32|float64, or NULL: left out of the score
+ *   eligible          [B, n] bool, or NULL for all
+ *   most              [B] int64: at most that many seeds
+ *   additive          0: the score is u g (1 - d); 1: (u + g) + (1 - d); left to right
+ *   above_mean        0: t = sum of scores / largest score; 1: t = number of scores above their mean
+ *   seeds             [B, n] bool, out
+ *   score             [B, n] float64, out
+ *
+ * In float64. The eligible positions with finite arguments take part, m of them; all others have a score of 0
+ * and are no seeds. u, g and d are max(x, 0) / max over those that take part, or 0 where that maximum is. The
+ * sum of scores is added in order of the index, and their mean is that sum / m. By falling score, ties to the
+ * lower index, the position of rank r, from 0 on, is a seed if r * r < t, which makes ceil(sqrt(t)) seeds,
+ * r < most and its score exceeds 0.
+ */
+DLMKERN_API int dlmkern_cpu_cover_seeds(const dlmkern_view* uncertainty, const dlmkern_view* influence,
+                                        const dlmkern_view* drift, const dlmkern_view* eligible,
+                                        const dlmkern_view* most, int additive, int above_mean,
+                                        const dlmkern_view* seeds, const dlmkern_view* score);
+DLMKERN_API int dlmkern_cuda_cover_seeds(const dlmkern_view* uncertainty, const dlmkern_view* influence,
+                                         const dlmkern_view* drift, const dlmkern_view* eligible,
+                                         const dlmkern_view* most, int additive, int above_mean,
+                                         const dlmkern_view* seeds, const dlmkern_view* score, void* stream);
+
+/* -----------------------------------------------------------------------------------------------------------
+ * cover_verify: what becomes of the tokens that COVER has verified.
+ *
+ *   confidence   [B, n] float32|float64: probability of `predicted`
+ *   token        [B, n] int64: what is there
+ *   predicted    [B, n] int64: the likeliest without it
+ *   seeds        [B, n] bool
+ *   remasks      [B, n] int64: how often the position was masked again
+ *   tau_replace  not NaN
+ *   max_remasks  at least 0
+ *   verdict      [B, n] int64, out: a dlmkern_verdict
+ */
+typedef enum dlmkern_verdict {
+  DLMKERN_VERDICT_NONE = 0,    /* no seed */
+  DLMKERN_VERDICT_KEEP = 1,    /* predicted == token, or remasks >= max_remasks */
+  DLMKERN_VERDICT_REPLACE = 2, /* predicted != token and confidence >= tau_replace */
+  DLMKERN_VERDICT_REMASK = 3   /* otherwise */
+} dlmkern_verdict;
+
+DLMKERN_API int dlmkern_cpu_cover_verify(const dlmkern_view* confidence, const dlmkern_view* token,
+                                         const dlmkern_view* predicted, const dlmkern_view* seeds,
+                                         const dlmkern_view* remasks, double tau_replace, int64_t max_remasks,
+                                         const dlmkern_view* verdict);
+DLMKERN_API int dlmkern_cuda_cover_verify(const dlmkern_view* confidence, const dlmkern_view* token,
+                                          const dlmkern_view* predicted, const dlmkern_view* seeds,
+                                          const dlmkern_view* remasks, double tau_replace,
+                                          int64_t max_remasks, const dlmkern_view* verdict, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -24,6 +24,10 @@ OPS = (
     "block_attention",
     "attention_graph",
     "dapd_select",
+    "cover_attention",
+    "diagonal_correction",
+    "cover_seeds",
+    "cover_verify",
 )
 BACKENDS = ("reference", "cpu", "cuda", "triton")
 # What "auto" tries, best first; any other device gets the reference.

@@ -10,8 +10,12 @@ from dlmkern.reference.block_attention import block_attention
 from dlmkern.reference.cap_select import cap_select
 from dlmkern.reference.confidence_select import confidence_select
 from dlmkern.reference.conflict_matrix import conflict_matrix
+from dlmkern.reference.cover_attention import cover_attention
+from dlmkern.reference.cover_seeds import cover_seeds
+from dlmkern.reference.cover_verify import cover_verify
 from dlmkern.reference.dapd_select import dapd_select
 from dlmkern.reference.depga_block import depga_block
+from dlmkern.reference.diagonal_correction import diagonal_correction
 from dlmkern.reference.independent_set import independent_set
 from dlmkern.reference.kv_block_write import kv_block_write
 from dlmkern.reference.token_stats import token_stats
@@ -24,8 +28,12 @@ __all__ = [
     "cap_select",
     "confidence_select",
     "conflict_matrix",
+    "cover_attention",
+    "cover_seeds",
+    "cover_verify",
     "dapd_select",
     "depga_block",
+    "diagonal_correction",
     "independent_set",
     "kv_block_write",
     "token_stats",
