@@ -88,24 +88,24 @@ def cover_seeds(
     u = _check.tensor("uncertainty", uncertainty, _check.FLOATS)
     if u.ndim not in (1, 2):
         raise ValueError(f"uncertainty: expected shape [n] or [B, n], got {list(u.shape)}")
-    shape, leader = u.shape, u
+    shape = u.shape
     single = u.ndim == 1
 
     def rows(name: str, x: Tensor | None, dtypes: _check.Dtypes) -> Tensor | None:
         if x is None:
             return None
-        x = _check.companion(name, x, "uncertainty", leader, shape, dtypes)
+        x = _check.companion(name, x, "uncertainty", u, shape, dtypes)
         if x.dtype not in (*_check.STATISTICS, *_check.BOOL):
             x = x.float()
         return x.unsqueeze(0) if single else x
 
     g, d = rows("influence", influence, _check.FLOATS), rows("drift", drift, _check.FLOATS)
     ok = rows("eligible", eligible, _check.BOOL)
-    u = rows("uncertainty", u, _check.FLOATS)
-    assert u is not None
-    batch, n = u.shape
+    doubt = rows("uncertainty", u, _check.FLOATS)
+    assert doubt is not None
+    batch, n = doubt.shape
     bound = _check.per_row("most", n if most is None else most, batch, torch.int64, u.device)
     if most is not None:
         _check.in_range("most", _check.host_values(most, batch), 0, 2**63, "at least 0")
-    seeds, score = _op(u, g, d, ok, bound, combine == "sum", suspects == "above_mean")
+    seeds, score = _op(doubt, g, d, ok, bound, combine == "sum", suspects == "above_mean")
     return CoverSeeds(seeds.squeeze(0), score.squeeze(0)) if single else CoverSeeds(seeds, score)

@@ -44,7 +44,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention in which row i of `q [B, Hq, n, d]` finds `own_k[:, :, i]` and `own_v[:, :, i]` in the column
     `column[:, i]` (-1: nowhere) of `keys` and `values [B, Hkv, L, d]`. Out, and the log-sum-exp."""
-    batch, heads, n, size = q.shape
+    batch, heads, n, _ = q.shape
     kv_heads, length = keys.shape[1:3]
     groups = heads // kv_heads
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -39,7 +39,7 @@ def cover_seeds(
     else:
         largest = score.amax(-1)
         suspects = total / torch.where(largest > 0, largest, 1.0)
-    # Rank r, counted from 0, is among the first ceil(sqrt(suspects)) if r * r < suspects: no root, no rounding.
+    # The first ceil(sqrt(suspects)) ranks r, counted from 0, are those with r * r < suspects.
     order = score.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(n, device=order.device).expand_as(order))
     seeds = (score > 0) & (rank * rank < suspects[:, None]) & (rank < most[:, None])
