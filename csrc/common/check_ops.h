@@ -1,6 +1,8 @@
 // What the CPU and the CUDA function of an op refuse alike.
 #pragma once
 
+#include <cmath>
+
 #include "check.h"
 
 namespace dlmkern {
@@ -49,6 +51,30 @@ inline int check_kv_block_write(const dlmkern_view* k_cache, const dlmkern_view*
     if (cos->shape[0] < L || d % 2 != 0) return DLMKERN_ERROR_SHAPE;
   }
   return check_optional_output(drift, kFloat32, {4, B, n});
+}
+
+inline int check_diagonal_correction(const dlmkern_view* out, const dlmkern_view* lse, const dlmkern_view* q,
+                                     const dlmkern_view* k, const dlmkern_view* v,
+                                     const dlmkern_view* k_cached, const dlmkern_view* v_cached,
+                                     const dlmkern_view* seeds, const dlmkern_view* lengths,
+                                     const dlmkern_view* positions, int shift, double scale,
+                                     double recompute_below) {
+  DLMKERN_TRY(check_output(out, kFloat, {kAnySize, kAnySize, kAnySize, kAnySize}));
+  const int64_t B = out->shape[0], Hq = out->shape[1], n = out->shape[2], d = out->shape[3];
+  const unsigned dtype = dtype_bit(out->dtype);
+  DLMKERN_TRY(check_output(lse, dtype == kFloat64 ? kFloat64 : kFloat32, {B, Hq, n}));
+  DLMKERN_TRY(check_input(q, dtype, {B, Hq, n, d}));
+  DLMKERN_TRY(check_input(k, dtype, {B, kAnySize, n, d}));
+  const int64_t Hkv = k->shape[1];
+  if (d < 1 || (Hkv == 0 ? Hq != 0 : Hq % Hkv != 0)) return DLMKERN_ERROR_SHAPE;
+  DLMKERN_TRY(check_input(v, dtype, {B, Hkv, n, d}));
+  DLMKERN_TRY(check_input(k_cached, dtype, {B, Hkv, positions == nullptr ? n : kAnySize, d}));
+  DLMKERN_TRY(check_input(v_cached, dtype, {B, Hkv, k_cached->shape[2], d}));
+  DLMKERN_TRY(check_input(seeds, kBool, {B, n}));
+  DLMKERN_TRY(check_optional_input(lengths, kInt64, {B}));
+  DLMKERN_TRY(check_optional_input(positions, kInt64, {B, n}));
+  const bool valid = (shift == 0 || shift == 1) && std::isfinite(scale) && recompute_below >= 0;
+  return valid ? DLMKERN_OK : DLMKERN_ERROR_VALUE;
 }
 
 }  // namespace dlmkern
