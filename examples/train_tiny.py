@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from dlmkern.attention import attention
 from dlmkern.models import LLaDAConfig, LLaDAModelLM, chains4
-from dlmkern.models.layers import attention
 from dlmkern.models.masked_lm import Block
 
 BATCH = 64

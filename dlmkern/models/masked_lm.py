@@ -1,7 +1,7 @@
 """The forward pass that all models of this package share.
 
 It is built from a few small functions: `embed`, `rope` and `head` of the model, `qkv` and `finish` of its
-blocks, `layers.attention`. Whoever wants more from it, the queries for example, walks over the blocks with
+blocks, `attention`. Whoever wants more from it, the queries for example, walks over the blocks with
 them as `MaskedLM.forward` does.
 """
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
+from dlmkern.attention import attention, attention_with_lse
 from dlmkern.graph import AttentionGraph
 from dlmkern.models.kv_cache import KVCache
-from dlmkern.models.layers import RMSNorm, attention, attention_with_lse
+from dlmkern.models.layers import RMSNorm
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import dlmkern
 from dlmkern import decoders as d
+from dlmkern.attention import attention
 from dlmkern.models.kv_cache import KVCache
-from dlmkern.models.layers import attention
 from tests.decoders.support import DATA, HashModel, same
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]

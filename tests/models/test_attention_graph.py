@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dlmkern import attention
 from dlmkern.graph import bidirectional
-from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, layers, load_model, masked_lm
+from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, load_model, masked_lm
 from dlmkern.models.masked_lm import MaskedLM
 from tests.models.support import DATA, DREAM, LLADA, Memory, PlainModel, ids
 from tests.ops.test_device_rules import Watch
@@ -54,10 +55,10 @@ def no_cpu_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def missing(*_: Any, **__: Any) -> None:
         raise AttributeError("no such operator")
 
-    monkeypatch.setattr(layers, "_cpu_flash", missing)
-    layers._has_cpu_flash.cache_clear()
+    monkeypatch.setattr(attention, "_cpu_flash", missing)
+    attention._has_cpu_flash.cache_clear()
     yield
-    layers._has_cpu_flash.cache_clear()
+    attention._has_cpu_flash.cache_clear()
 
 
 class Recorder(AttentionGraph):
@@ -252,7 +253,7 @@ def test_layers_by_their_indices(model: MaskedLM, plain: PlainModel, monkeypatch
 
         return spied
 
-    for run in (layers.attention, layers.attention_with_lse):
+    for run in (attention.attention, attention.attention_with_lse):
         monkeypatch.setattr(masked_lm, run.__name__, spy(run))
     graph = AttentionGraph(every_position(1, 7), {0, 2})
     model(ids(1, 7), graph=graph)
@@ -304,8 +305,8 @@ def projections(dtype: torch.dtype, n: int = 5) -> tuple[Tensor, ...]:
 def test_the_log_sum_exp_of_the_kernel(dtype: torch.dtype, masked: bool) -> None:
     q, k, v = projections(dtype)
     mask = (torch.arange(7) < torch.tensor([[4], [7]]))[:, None, None, :] if masked else None
-    attended, lse = layers.attention_with_lse(q, k, v, mask)
-    assert torch.equal(attended, layers.attention(q, k, v, mask))
+    attended, lse = attention.attention_with_lse(q, k, v, mask)
+    assert torch.equal(attended, attention.attention(q, k, v, mask))
     assert lse is not None
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 8**0.5
     truth = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).logsumexp(-1)
@@ -315,30 +316,30 @@ def test_the_log_sum_exp_of_the_kernel(dtype: torch.dtype, masked: bool) -> None
 
 def test_without_the_kernel_there_is_no_log_sum_exp(no_cpu_flash: None) -> None:
     q, k, v = projections(torch.float32)
-    attended, lse = layers.attention_with_lse(q, k, v)
+    attended, lse = attention.attention_with_lse(q, k, v)
     assert lse is None
-    assert torch.equal(attended, layers.attention(q, k, v))
+    assert torch.equal(attended, attention.attention(q, k, v))
 
 
 def test_a_kernel_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = layers._cpu_flash
+    usual = attention._cpu_flash
     for fault in (
         lambda out, lse: (out, lse * 1.4427),  # in bits
         lambda out, lse: (out, lse.mT),
         lambda out, lse: (out + 1, lse),
     ):
-        monkeypatch.setattr(layers, "_cpu_flash", lambda *args, fault=fault: fault(*usual(*args)))
-        assert not layers._has_cpu_flash.__wrapped__()
-    monkeypatch.setattr(layers, "_cpu_flash", usual)
-    assert layers._has_cpu_flash.__wrapped__()
+        monkeypatch.setattr(attention, "_cpu_flash", lambda *args, fault=fault: fault(*usual(*args)))
+        assert not attention._has_cpu_flash.__wrapped__()
+    monkeypatch.setattr(attention, "_cpu_flash", usual)
+    assert attention._has_cpu_flash.__wrapped__()
 
 
 def test_torchs_choice_of_a_kernel_is_respected() -> None:
     q, k, v = projections(torch.float32)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        attended, lse = layers.attention_with_lse(q, k, v)
+        attended, lse = attention.attention_with_lse(q, k, v)
         assert lse is None
-        assert torch.equal(attended, layers.attention(q, k, v))
+        assert torch.equal(attended, attention.attention(q, k, v))
 
 
 def test_row_sums_without_the_kernel(folder: Path, no_cpu_flash: None) -> None:
@@ -347,9 +348,9 @@ def test_row_sums_without_the_kernel(folder: Path, no_cpu_flash: None) -> None:
     recorder = Recorder(PLACES)
     model(batch, lengths=lengths, graph=recorder)
     assert [options["lse"] for _, _, options in recorder.got] == [None, None]
-    layers._has_cpu_flash.cache_clear()
+    attention._has_cpu_flash.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "_cpu_flash", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+        patch.setattr(attention, "_cpu_flash", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
         usual = AttentionGraph(PLACES)
         model(batch, lengths=lengths, graph=usual)
     assert_close(recorder.scores(), usual.scores(), 1e-12)

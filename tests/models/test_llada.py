@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlmkern.attention import attention
 from dlmkern.models import LLaDAConfig, LLaDAModelLM, load_model
-from dlmkern.models.layers import attention
 from tests.models.support import DATA, ids
 
 Checkpoint = Callable[..., Path]
