@@ -374,7 +374,7 @@ DLMKERN_API int dlmkern_cuda_dapd_select(const dlmkern_view* scores, const dlmke
  * Nothing is done where s >= n or c lies outside [0, length). With a = exp(scale q_i k_cached_c - lse_i),
  * b = exp(scale q_i k_s - lse_i) and r = 1 - a + b, in float64:
  *   out_i = (out_i - a v_cached_c + b v_s) / r,  lse_i += log r,
- * or, unless r >= recompute_below, both from the keys, with k_s and v_s in the place of column c. Its scores
+ * or, unless r > recompute_below, both from the keys, with k_s and v_s in the place of column c. Its scores
  * and sums are float32 or better.
  */
 DLMKERN_API int dlmkern_cpu_diagonal_correction(const dlmkern_view* out, const dlmkern_view* lse,

@@ -60,8 +60,8 @@ def diagonal_correction(
 
         out' = (out - a v_cached_s + b v_s) / r,   lse' = lse + log r.
 
-    As r nears 0, which takes a weight a near 1, this loses digits; below `recompute_below` the row is
-    computed anew from the keys.
+    As r nears 0, which takes a weight a near 1, this loses digits; unless r exceeds `recompute_below` the row
+    is computed anew from the keys.
 
     Args:
         out: float ``[B, Hq, n, d]``.
@@ -79,7 +79,7 @@ def diagonal_correction(
         shift: 1: row i predicts what row i + 1 shows (Dream). 0: what row i shows.
         scale: of q k before the softmax; None for 1 / sqrt(d).
         recompute_below: at least 0. What the closed form does to an error in `out` is to divide it by r. 0
-            recomputes nothing that is finite, infinity all rows of seeds.
+            recomputes only where that is impossible, infinity all rows of seeds.
 
     Returns:
         CoverAttention; rows that predict no seed are those of `out` and `lse`, bit for bit. Values on an
@@ -129,6 +129,6 @@ def diagonal_correction(
     out, lse = out.clone(), lse.clone()
     _op(
         out, lse, q, k, v, k_cached, v_cached, seeds, lengths, positions, shift, _check.scale(scale, size),
-        float(recompute_below),
+        _check.as_float("recompute_below", recompute_below),
     )  # fmt: skip
     return CoverAttention(out, lse)

@@ -17,7 +17,7 @@ def cover_seeds(
         ok = ok & x.isfinite()
     n = ok.shape[1]
     if n == 0:
-        return ok, uncertainty.double()
+        return ok, torch.zeros_like(uncertainty, dtype=torch.float64)
 
     def share(x: Tensor) -> Tensor:
         x = torch.where(ok, x.clamp(min=0), 0.0)

@@ -52,7 +52,7 @@ def diagonal_correction(
     else:
         keys, values = k_cached, v_cached
     anew, lse_anew = attend(q, keys, values, column, own_k, own_v, lengths, scale)
-    trusted = r >= recompute_below * small
+    trusted = r > recompute_below * small
     verified = verified[:, None]
     corrected = torch.where(trusted.unsqueeze(-1), closed.to(out.dtype), anew)
     out.copy_(torch.where(verified.unsqueeze(-1), corrected, out))
