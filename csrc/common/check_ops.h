@@ -17,6 +17,35 @@ inline int check_confidence_select(const dlmkern_view* confidence, const dlmkern
   return check_output(selected, kBool, {B, n});
 }
 
+inline int check_cover_seeds(const dlmkern_view* uncertainty, const dlmkern_view* influence,
+                             const dlmkern_view* drift, const dlmkern_view* eligible,
+                             const dlmkern_view* most, int additive, int above_mean,
+                             const dlmkern_view* seeds, const dlmkern_view* score) {
+  DLMKERN_TRY(check_input(uncertainty, kReal, {kAnySize, kAnySize}));
+  const int64_t B = uncertainty->shape[0], n = uncertainty->shape[1];
+  DLMKERN_TRY(check_optional_input(influence, kReal, {B, n}));
+  DLMKERN_TRY(check_optional_input(drift, kReal, {B, n}));
+  DLMKERN_TRY(check_optional_input(eligible, kBool, {B, n}));
+  DLMKERN_TRY(check_input(most, kInt64, {B}));
+  if ((additive != 0 && additive != 1) || (above_mean != 0 && above_mean != 1)) return DLMKERN_ERROR_VALUE;
+  DLMKERN_TRY(check_output(seeds, kBool, {B, n}));
+  return check_output(score, kFloat64, {B, n});
+}
+
+inline int check_cover_verify(const dlmkern_view* confidence, const dlmkern_view* token,
+                              const dlmkern_view* predicted, const dlmkern_view* seeds,
+                              const dlmkern_view* remasks, double tau_replace, int64_t max_remasks,
+                              const dlmkern_view* verdict) {
+  DLMKERN_TRY(check_input(confidence, kReal, {kAnySize, kAnySize}));
+  const int64_t B = confidence->shape[0], n = confidence->shape[1];
+  DLMKERN_TRY(check_input(token, kInt64, {B, n}));
+  DLMKERN_TRY(check_input(predicted, kInt64, {B, n}));
+  DLMKERN_TRY(check_input(seeds, kBool, {B, n}));
+  DLMKERN_TRY(check_input(remasks, kInt64, {B, n}));
+  if (tau_replace != tau_replace || max_remasks < 0) return DLMKERN_ERROR_VALUE;
+  return check_output(verdict, kInt64, {B, n});
+}
+
 inline int check_dapd_select(const dlmkern_view* scores, const dlmkern_view* confidence,
                              const dlmkern_view* valid, const dlmkern_view* tau, const dlmkern_view* certain,
                              const dlmkern_view* late, int symmetric, const dlmkern_view* selected) {

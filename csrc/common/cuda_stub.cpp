@@ -30,6 +30,10 @@ UNAVAILABLE(dlmkern_cuda_topk_kl, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, void*)
 
 UNAVAILABLE(dlmkern_cuda_confidence_select, VIEW, VIEW, VIEW, int, VIEW, void*)
 UNAVAILABLE(dlmkern_cuda_kv_block_write, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, void*)
+UNAVAILABLE(dlmkern_cuda_cover_seeds, VIEW, VIEW, VIEW, VIEW, VIEW, int, int, VIEW, VIEW, void*)
+UNAVAILABLE(dlmkern_cuda_cover_verify, VIEW, VIEW, VIEW, VIEW, VIEW, double, int64_t, VIEW, void*)
+UNAVAILABLE(dlmkern_cuda_diagonal_correction, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, int,
+            double, double, void*)
 
 NO_WORKSPACE(dlmkern_cuda_dapd_select_workspace, int64_t, int64_t)
 UNAVAILABLE(dlmkern_cuda_dapd_select, VIEW, VIEW, VIEW, VIEW, VIEW, VIEW, int, VIEW, void*, size_t, void*)

@@ -150,6 +150,8 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   bind<V, V, V, V, V, V, int, V>(m, "cpu_depga_block", dlmkern_cpu_depga_block);
   bind<V, V, V, int, V>(m, "cpu_confidence_select", dlmkern_cpu_confidence_select);
   bind<V, V, V, V, V, V, int, V>(m, "cpu_dapd_select", dlmkern_cpu_dapd_select);
+  bind<V, V, V, V, V, int, int, V, V>(m, "cpu_cover_seeds", dlmkern_cpu_cover_seeds);
+  bind<V, V, V, V, V, double, int64_t, V>(m, "cpu_cover_verify", dlmkern_cpu_cover_verify);
   bind<V, V, V, V, V, V, V, V>(m, "cpu_kv_block_write", dlmkern_cpu_kv_block_write);
   bind<V, V, V, V, V, V, double, V>(m, "cpu_attention_graph", dlmkern_cpu_attention_graph);
 
@@ -169,5 +171,7 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   bind_cuda<V, V, V, V, V, V, int, V>(m, "cuda_dapd_select", dlmkern_cuda_dapd_select);
   bind_on_stream<V, V, V, V, V, V>(m, "cuda_topk_kl", dlmkern_cuda_topk_kl);
   bind_on_stream<V, V, V, int, V>(m, "cuda_confidence_select", dlmkern_cuda_confidence_select);
+  bind_on_stream<V, V, V, V, V, int, int, V, V>(m, "cuda_cover_seeds", dlmkern_cuda_cover_seeds);
+  bind_on_stream<V, V, V, V, V, double, int64_t, V>(m, "cuda_cover_verify", dlmkern_cuda_cover_verify);
   bind_on_stream<V, V, V, V, V, V, V, V>(m, "cuda_kv_block_write", dlmkern_cuda_kv_block_write);
 }

@@ -241,6 +241,61 @@ class Kernels:
         )
         return selected
 
+    def cover_seeds(
+        self,
+        uncertainty: Tensor,
+        influence: Tensor | None,
+        drift: Tensor | None,
+        eligible: Tensor | None,
+        most: Tensor,
+        additive: bool,
+        above_mean: bool,
+    ) -> tuple[Tensor, Tensor]:
+        shape, device = uncertainty.shape, uncertainty.device
+        seeds = torch.empty(shape, dtype=torch.bool, device=device)
+        score = torch.empty(shape, dtype=torch.float64, device=device)
+        self.call(
+            "cover_seeds",
+            uncertainty,
+            None,
+            view(uncertainty),
+            optional_view(influence),
+            optional_view(drift),
+            optional_view(eligible),
+            view(most),
+            additive,
+            above_mean,
+            view(seeds),
+            view(score),
+        )
+        return seeds, score
+
+    def cover_verify(
+        self,
+        confidence: Tensor,
+        token: Tensor,
+        predicted: Tensor,
+        seeds: Tensor,
+        remasks: Tensor,
+        tau_replace: float,
+        max_remasks: int,
+    ) -> Tensor:
+        verdict = torch.empty(token.shape, dtype=torch.int64, device=token.device)
+        self.call(
+            "cover_verify",
+            token,
+            None,
+            view(confidence),
+            view(token),
+            view(predicted),
+            view(seeds),
+            view(remasks),
+            tau_replace,
+            max_remasks,
+            view(verdict),
+        )
+        return verdict
+
     def kv_block_write(
         self,
         k_cache: Tensor,

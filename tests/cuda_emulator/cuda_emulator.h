@@ -449,6 +449,7 @@ inline float __int_as_float(int value) { return std::bit_cast<float>(value); }
 inline float __uint_as_float(unsigned value) { return std::bit_cast<float>(value); }
 
 inline long long __double_as_longlong(double value) { return std::bit_cast<long long>(value); }
+inline double __longlong_as_double(long long value) { return std::bit_cast<double>(value); }
 
 inline int __popc(unsigned value) { return std::popcount(value); }
 inline int __popcll(unsigned long long value) { return std::popcount(value); }
