@@ -70,17 +70,29 @@ class KVCache:
                 part[: len(rows)] = part[index]
         return self.narrow(len(rows), self.length)
 
-    def write_rows(self, layer: int, k: Tensor, v: Tensor, rows: Tensor | None) -> None:
+    def write_rows(
+        self, layer: int, k: Tensor, v: Tensor, rows: Tensor | None, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Write whole rows, `[n, Hkv, m, head_dim]` from their first position on.
 
-        `rows` says which of the cache's; None: all of them, in order.
+        `rows` says which of the cache's; None: all of them, in order. Where `kept`, bool `[n, m]`, is true,
+        the cache stays as it is.
+
+        Returns:
+            The keys and values that these positions hold now, of the shape of `k`.
         """
+        held = []
         for part, new in zip(self._layers[layer], (k, v), strict=True):
             part = part[:, :, : new.shape[2]]
+            if kept is not None:
+                old = part if rows is None else part.index_select(0, rows)
+                new = torch.where(kept[:, None, :, None], old, new)
             if rows is None:
                 part.copy_(new)
             else:
                 part.index_copy_(0, rows, new)
+            held.append(new)
+        return held[0], held[1]
 
     def write_block(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write `[B, Hkv, n, head_dim]` at `positions [B, n]` (-1: nowhere).
@@ -89,5 +101,11 @@ class KVCache:
             All keys and all values of the layer, `[B, Hkv, L, head_dim]`.
         """
         keys, values = self._layers[layer]
+        _kv_block_write(keys, values, k, v, positions, None, None, False)
+        return keys, values
+
+    def copy_with_block(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What `write_block` would return, in a copy: the cache stays as it is."""
+        keys, values = (part.clone() for part in self._layers[layer])
         _kv_block_write(keys, values, k, v, positions, None, None, False)
         return keys, values

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-from dlmkern.attention import attention, attention_with_lse
 from dlmkern.graph import AttentionGraph
+from dlmkern.models.attend import PassAttention, shadow_mask
 from dlmkern.models.kv_cache import KVCache
 from dlmkern.models.layers import RMSNorm
+from dlmkern.ops._check import is_number
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -96,6 +98,9 @@ class MaskedLM(PreTrainedModel):
         cache_rows: Tensor | None = None,
         position_ids: Tensor | None = None,
         graph: AttentionGraph | None = None,
+        seeds: Tensor | None = None,
+        seed_layers: float = 1.0,
+        shadow_positions: Tensor | None = None,
     ) -> MaskedLMOutput:
         """Predict every token of every row from the whole row.
 
@@ -108,30 +113,52 @@ class MaskedLM(PreTrainedModel):
         replace their keys and values in the cache and see all the others there, as they were when last
         computed. Passes with a cache carry no gradient.
 
+        A pass verifies tokens in one of two ways, both of which show masks in their place. Seeds (COVER,
+        arXiv:2602.06161) are masked themselves, and all others see what the cache holds of them, from when
+        their tokens were shown. Shadow rows (WINO, arXiv:2507.18578) are masks in addition to the row, which
+        nothing else sees.
+
         Args:
-            input_ids: token ids, int64 `[B, n]`: whole rows, or the tokens at `position_ids`.
+            input_ids: token ids, int64 `[B, n]`: whole rows, or the tokens at `position_ids`; with
+                `shadow_positions [B, S]`, int64 `[B, n + S]`, shadow rows last.
             attention_mask: bool or integer `[B, n]`, zero where a key is hidden; not together with `lengths`
                 or `position_ids`.
             lengths: int64 `[B]`, number of real tokens of each row, at least 1 and at most the row's size,
                 which is `n` or, with `position_ids`, that of the cache.
-            positions: int64 `[B, m]`, the columns of `input_ids` whose logits are wanted. None: all of them,
-                in order.
+            positions: int64 `[B, m]`, the columns of `input_ids` whose logits are wanted, shadow rows
+                included. None: all of them, in order.
             cache: from `new_cache`.
             cache_rows: int64 `[B]`, which of the cache's rows whole rows go to. None: all of them, in order.
             position_ids: int64 `[B, n]`, where in its row each token of `input_ids` is; -1 is padding.
             graph: to be fed with the attention of the layers that it wants. Of its positions, those that are
                 hidden or not computed count as padding. `lengths` is faster here than `attention_mask`.
+            seeds: bool `[B, n]`, the columns of `input_ids` that are seeds; what is beyond a row's length or
+                padding is none. Needs `cache`, and no `attention_mask`. The cache keeps the keys and values
+                that it has of them. All queries see these, but the one that predicts the seed (the seed's
+                own, or with `shifted_logits` that of the column before), which sees those of this pass.
+            seed_layers: the share in [0, 1] of the layers, the last ones, where this holds. In those before
+                all queries see the seeds' keys and values of this pass, and so nothing of their tokens: from
+                the second of these layers on, a seed's prediction depends on its token through the others.
+            shadow_positions: int64 `[B, S]`, where in its row each shadow row is; -1 is padding. A shadow row
+                sees all that other rows at its position see, except the key at its own position, and all
+                shadow rows of its row. The cache takes none. Not together with `seeds`, and not for models
+                with `shifted_logits`, whose shadow row would have to predict its own position.
 
         Returns:
-            `logits [B, n or m, embedding_size]` in the model's dtype, padded vocabulary rows included. Those
-            at padding positions mean nothing.
+            `logits [B, n, embedding_size]` in the model's dtype, or `[B, n + S, ...]` with shadow rows, or
+            `[B, m, ...]` with `positions`; padded vocabulary rows included. Those at padding positions mean
+            nothing.
 
         Raises:
             TypeError: an argument is not a tensor of the dtype above.
             ValueError: a shape does not fit, the sequence is too long, or a value on the CPU is out of range.
         """
         _check_ids("input_ids", input_ids, (None, None), 0, self.config.embedding_size)
-        batch, n = input_ids.shape
+        batch, columns = input_ids.shape
+        n = columns
+        if shadow_positions is not None:
+            self._check_shadows(shadow_positions, batch, columns)
+            n -= shadow_positions.shape[1]
         length = n
         if cache is not None:
             _check_kind(cache, self._cache_kind())
@@ -147,39 +174,60 @@ class MaskedLM(PreTrainedModel):
             )
         _check_cache_size(cache, cache_rows, batch, length)
         if positions is not None:
-            _check_ids("positions", positions, (batch, None), 0, n)
+            _check_ids("positions", positions, (batch, None), 0, columns)
         graph_rows = None
         if graph is not None:
             _check_graph(graph, input_ids, length)
             if position_ids is not None:
                 graph_rows = _columns(position_ids, graph.positions, length)
+        if not is_number(seed_layers) or not 0 <= seed_layers <= 1:
+            raise ValueError(f"seed_layers must be a share in [0, 1], got {seed_layers!r}")
+        if seeds is not None:
+            if cache is None or attention_mask is not None or shadow_positions is not None:
+                raise ValueError("seeds needs cache, and neither attention_mask nor shadow_positions")
+            _check_seeds(seeds, input_ids)
+            if _readable(seeds) and not seeds.any():
+                seeds = None
         key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
-        graph_mask = None if key_mask is None or lengths is not None else key_mask[:, 0, 0]
+        visible = None
+        if shadow_positions is not None:
+            _check_range("shadow_positions", shadow_positions, -1, length)
+            visible = shadow_mask(shadow_positions, key_mask, length)
+        attend = PassAttention(
+            n_layers=len(self.blocks),
+            key_mask=key_mask,
+            lengths=lengths,
+            cache=cache,
+            cache_rows=cache_rows,
+            position_ids=position_ids,
+            graph=graph,
+            graph_rows=graph_rows,
+            graph_mask=None if key_mask is None or lengths is not None else key_mask[:, 0, 0],
+            seeds=seeds,
+            cover_from=int(len(self.blocks) * (1 - seed_layers)),
+            shift=int(self.shifted_logits),
+            shadow_mask=visible,
+        )
         # Whatever is kept of a pass is kept without its graph.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            if position_ids is None:
-                rope = self.rope(torch.arange(n, device=input_ids.device))
-            else:
-                rope = self.rope(position_ids.clamp(min=0).unsqueeze(1))
+            rope = self.rope(_places(batch, n, position_ids, shadow_positions, input_ids.device))
             x = self.embed(input_ids)
             for layer, block in enumerate(self.blocks):
-
-                def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
-                    if cache is not None and position_ids is not None:
-                        k, v = cache.write_block(layer, k, v, position_ids)
-                    elif cache is not None:
-                        cache.write_rows(layer, k, v, cache_rows)
-                    if graph is None or not graph.wants(layer, len(self.blocks)):
-                        return attention(q, k, v, key_mask)
-                    attended, lse = attention_with_lse(q, k, v, key_mask)
-                    graph.add(q, k, rows=graph_rows, lengths=lengths, key_mask=graph_mask, lse=lse)
-                    return attended
-
-                x = block(x, rope, attend)
+                x = block(x, rope, partial(attend, layer))
             if positions is not None:
                 x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
             # What transformers calls the type of logits differs between its versions.
             return MaskedLMOutput(logits=cast(Any, self.head(x)))
+
+    def _check_shadows(self, positions: Tensor, batch: int, columns: int) -> None:
+        if self.shifted_logits:
+            raise ValueError(
+                f"shadow_positions: the output of {type(self).__name__} at a position predicts the token after, "
+                "so a shadow row cannot predict the token at its own"
+            )
+        _check_shape("shadow_positions", positions, (batch, None))
+        if positions.shape[1] > columns:
+            raise ValueError(f"shadow_positions has {positions.shape[1]} columns, input_ids has {columns}")
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -201,6 +249,11 @@ def _readable(x: Tensor) -> bool:
 
 def _check_ids(name: str, x: Tensor, shape: tuple[int | None, ...], low: int, stop: int) -> None:
     """Check an int64 tensor: its dtype, its shape (None stands for any size) and, on the CPU, its range."""
+    _check_shape(name, x, shape)
+    _check_range(name, x, low, stop)
+
+
+def _check_shape(name: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.int64:
         raise TypeError(f"{name} must be an int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     if x.dim() != len(shape) or any(
@@ -208,8 +261,28 @@ def _check_ids(name: str, x: Tensor, shape: tuple[int | None, ...], low: int, st
     ):
         expected = ", ".join("*" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape [{expected}], got {list(x.shape)}")
+
+
+def _check_range(name: str, x: Tensor, low: int, stop: int) -> None:
     if _readable(x) and x.numel() and (x.min() < low or x.max() >= stop):
         raise ValueError(f"{name} must lie in [{low}, {stop}), got values from {x.min()} to {x.max()}")
+
+
+def _places(
+    batch: int,
+    n: int,
+    position_ids: Tensor | None,
+    shadow_positions: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Where in its row each column is, shadow rows last: `[n]`, or `[B, 1, n]` where rows differ."""
+    if position_ids is None and shadow_positions is None:
+        return torch.arange(n, device=device)
+    if position_ids is None:
+        position_ids = torch.arange(n, device=device).expand(batch, n)
+    if shadow_positions is not None:
+        position_ids = torch.cat((position_ids, shadow_positions), dim=1)
+    return position_ids.clamp(min=0).unsqueeze(1)
 
 
 def _key_mask(
@@ -264,6 +337,15 @@ def _check_graph(graph: AttentionGraph, input_ids: Tensor, length: int) -> None:
     if graph.positions.device != input_ids.device:
         raise ValueError(f"graph.positions must be on {input_ids.device}, got {graph.positions.device}")
     _check_ids("graph.positions", graph.positions, (None, None), -1, length)
+
+
+def _check_seeds(seeds: Tensor, input_ids: Tensor) -> None:
+    if not isinstance(seeds, Tensor) or seeds.dtype != torch.bool:
+        raise TypeError(f"seeds must be a bool tensor, got {getattr(seeds, 'dtype', type(seeds).__name__)}")
+    if seeds.shape != input_ids.shape:
+        raise ValueError(f"seeds must have shape {list(input_ids.shape)}, got {list(seeds.shape)}")
+    if seeds.device != input_ids.device:
+        raise ValueError(f"seeds must be on {input_ids.device}, got {seeds.device}")
 
 
 def _check_kind(cache: KVCache, expected: tuple[int, int, int, torch.dtype, torch.device]) -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlmkern import attention
 from dlmkern.graph import bidirectional
-from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, load_model, masked_lm
+from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, attend, load_model, masked_lm
 from dlmkern.models.masked_lm import MaskedLM
 from tests.models.support import DATA, DREAM, LLADA, Memory, PlainModel, ids
 from tests.ops.test_device_rules import Watch
@@ -254,7 +254,7 @@ def test_layers_by_their_indices(model: MaskedLM, plain: PlainModel, monkeypatch
         return spied
 
     for run in (attention.attention, attention.attention_with_lse):
-        monkeypatch.setattr(masked_lm, run.__name__, spy(run))
+        monkeypatch.setattr(attend, run.__name__, spy(run))
     graph = AttentionGraph(every_position(1, 7), {0, 2})
     model(ids(1, 7), graph=graph)
     assert calls == ["attention_with_lse", "attention"] * 2
