@@ -42,6 +42,8 @@ class GenerationOutput:
     """int8 `[B, G]`: why the token was committed, a `Reason`."""
     step_map: Tensor
     """int64 `[B, G]`: 0-based index of the forward pass that fixed the token for good."""
+    revisions: Tensor
+    """int64 `[B]`: how often a committed token was masked again or replaced."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,13 @@ class RowStep:
     row: int
     """Index of the prompt."""
     positions: list[int]
-    """The positions that were filled, counted from the first generated one."""
+    """The positions that were filled or got another token, counted from the first generated one."""
     tokens: list[int]
     reasons: list[Reason]
     confidence: list[float]
     """As in `GenerationOutput`."""
+    remasked: list[int]
+    """The positions that were masked again, counted like `positions`."""
     block_start: int
     """Start of the row's block, counted like `positions`."""
     block_length: int
@@ -243,6 +247,8 @@ def generate_stream(
         first_alone=forward.caches and forward.shifted and decoder.compat == "official",
     )
     state = initial_state(prompts, gen_length, mask_token_id, seeds, _device(model, input_ids))
+    if decoder.revise is not None:
+        state = state._replace(memory=decoder.revise.start(state))
     return GenerationStream(Loop(forward, plan, state))
 
 
@@ -257,6 +263,7 @@ def _output(loop: Loop) -> GenerationOutput:
         block_lengths=[list(lengths) for lengths in loop.block_lengths],
         reason=torch.stack([row.reason for row in rows]),
         step_map=torch.stack([row.step_map for row in rows]),
+        revisions=torch.stack([row.revisions for row in rows]),
     )
 
 
@@ -264,12 +271,13 @@ def _row_steps(advance: Advance, gen_length: int) -> list[RowStep]:
     state = advance.state
     generated = torch.arange(-gen_length, 0, device=state.ids.device) + state.end.unsqueeze(1)
     fresh = state.step_map == state.nfe.unsqueeze(1) - 1
+    remasked = (state.step_map < 0) & (advance.before_step_map >= 0)
     # float64 holds every token id exactly, so that one read of the device does for all.
-    columns = (fresh, state.ids, state.reason, state.confidence)
+    columns = (fresh, remasked, state.ids, state.reason, state.confidence)
     packed = torch.stack([x.gather(1, generated).double() for x in columns], dim=-1).tolist()
     steps = []
     for i, row in enumerate(advance.rows):
-        filled = [(p, *values) for p, (is_fresh, *values) in enumerate(packed[i]) if is_fresh]
+        filled = [(p, *values) for p, (is_fresh, _, *values) in enumerate(packed[i]) if is_fresh]
         steps.append(
             RowStep(
                 row=row,
@@ -277,6 +285,7 @@ def _row_steps(advance: Advance, gen_length: int) -> list[RowStep]:
                 tokens=[int(token) for _, token, _, _ in filled],
                 reasons=[Reason(int(reason)) for _, _, reason, _ in filled],
                 confidence=[confidence for *_, confidence in filled],
+                remasked=[p for p, (_, is_remasked, *_) in enumerate(packed[i]) if is_remasked],
                 block_start=advance.block_starts[i] - (advance.ends[i] - gen_length),
                 block_length=advance.block_lengths[i],
             )

@@ -1,8 +1,9 @@
 """Decoders: how the masks of an answer are filled in.
 
 `loop.py` alternates forward passes (`forward.py`) and steps (`step.py`); a step asks the block schedule
-(`blocks.py`) where a block ends and the unmasking rule (`unmask*.py`) what to commit. A KV cache (`cache.py`)
-says what a forward pass computes. `presets.py` holds the published methods.
+(`blocks.py`) where a block ends, the unmasking rule (`unmask*.py`) what to commit, and the revision rule
+(`revise*.py`) what to take back. A KV cache (`cache.py`) says what a forward pass computes. `presets.py`
+holds the published methods.
 """
 
 from dlmkern.decoders.blocks import BlockSchedule, DepGABlocks, FixedBlocks, WholeSequence
@@ -10,6 +11,7 @@ from dlmkern.decoders.cache import DualCache, NoCache, PrefixCache
 from dlmkern.decoders.decoder import Decoder
 from dlmkern.decoders.presets import (
     PRESETS,
+    cover,
     dapd,
     depcap,
     dream,
@@ -17,16 +19,21 @@ from dlmkern.decoders.presets import (
     find_decoder,
     threshold,
     vanilla,
+    wino,
 )
+from dlmkern.decoders.revise import WINO, Revision, RevisionRule, Verification
+from dlmkern.decoders.revise_cover import COVER
 from dlmkern.decoders.state import Reason
-from dlmkern.decoders.unmask import CAP, Factor, Graph, OnePerStep, Threshold, UnmaskingRule
+from dlmkern.decoders.unmask import CAP, Factor, Graph, OnePerStep, Threshold, UnmaskingRule, WideThreshold
 from dlmkern.decoders.unmask_dapd import DAPD
 from dlmkern.decoders.unmask_dream import DreamSchedule
 
 __all__ = [
     "CAP",
+    "COVER",
     "DAPD",
     "PRESETS",
+    "WINO",
     "BlockSchedule",
     "Decoder",
     "DepGABlocks",
@@ -39,9 +46,14 @@ __all__ = [
     "OnePerStep",
     "PrefixCache",
     "Reason",
+    "Revision",
+    "RevisionRule",
     "Threshold",
     "UnmaskingRule",
+    "Verification",
     "WholeSequence",
+    "WideThreshold",
+    "cover",
     "dapd",
     "depcap",
     "dream",
@@ -49,4 +61,5 @@ __all__ = [
     "find_decoder",
     "threshold",
     "vanilla",
+    "wino",
 ]

@@ -33,6 +33,10 @@ class BlockSchedule(Protocol):
     def comparison(self, state: State, width: int) -> tuple[Tensor | None, Tensor | None]:
         """Earlier logits `[B, m, V]` and rows `[B, width]` of them to which the opening ones are compared."""
 
+    def following(self, block_end: Tensor, state: State) -> Tensor:
+        """Where the next block starts, int64 `[B]`, once that which ends at `block_end` is filled; for the
+        last block, its end."""
+
     def open(
         self, scored: Tensor, banned_token: int | None, stats: ops.TokenStats, state: State
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
@@ -51,29 +55,43 @@ class BlockSchedule(Protocol):
 
 @dataclass(frozen=True)
 class FixedBlocks:
-    """Blocks of `block_length` positions; the last one may be shorter."""
+    """Blocks of `block_length` positions; the last one may be shorter.
+
+    Args:
+        growing: a block is all that came before it as well, so that a revision rule reaches back to the start
+            of the answer. The k-th block has `k * block_length` positions.
+    """
 
     block_length: int = 32
+    growing: bool = False
 
     def __post_init__(self) -> None:
         _check.positive_int("block_length", self.block_length)
+        if not isinstance(self.growing, bool):
+            raise ValueError(f"growing must be a bool, got {self.growing!r}")
 
     def longest(self, gen_length: int) -> int:
-        return min(self.block_length, gen_length)
+        return gen_length if self.growing else min(self.block_length, gen_length)
 
     def count(self, gen_length: int) -> int:
         return -(-gen_length // self.block_length)
 
     def window(self, remaining: int) -> int:
-        return min(self.block_length, remaining)
+        return remaining if self.growing else min(self.block_length, remaining)
 
     def comparison(self, state: State, width: int) -> tuple[None, None]:
         return None, None
 
+    def following(self, block_end: Tensor, state: State) -> Tensor:
+        if not self.growing:
+            return block_end
+        return torch.where(block_end < state.end, state.block_start, block_end)
+
     def open(
         self, scored: Tensor, banned_token: int | None, stats: ops.TokenStats, state: State
     ) -> tuple[Tensor, None]:
-        return (state.end - state.block_start).clamp(max=self.block_length), None
+        most = self.block_length * (state.blocks_opened + 1 if self.growing else 1)
+        return torch.minimum(state.end - state.block_start, torch.zeros_like(state.end) + most), None
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,9 @@ class WholeSequence:
 
     def comparison(self, state: State, width: int) -> tuple[None, None]:
         return None, None
+
+    def following(self, block_end: Tensor, state: State) -> Tensor:
+        return block_end
 
     def open(
         self, scored: Tensor, banned_token: int | None, stats: ops.TokenStats, state: State
@@ -152,6 +173,9 @@ class DepGABlocks:
         if self.kl != "exact" or state.previous is None:
             return None, None
         return state.previous[0], _previous_rows(state, width)
+
+    def following(self, block_end: Tensor, state: State) -> Tensor:
+        return block_end
 
     def open(
         self, scored: Tensor, banned_token: int | None, stats: ops.TokenStats, state: State

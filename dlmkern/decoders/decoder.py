@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dlmkern.decoders import _check
 from dlmkern.decoders.blocks import BlockSchedule
 from dlmkern.decoders.cache import Cache, find_cache
+from dlmkern.decoders.revise import RevisionRule
 from dlmkern.decoders.unmask import UnmaskingRule
 
 
@@ -18,7 +20,7 @@ class Decoder:
         blocks: where blocks end: `FixedBlocks`, `WholeSequence` or `DepGABlocks`.
         unmask: what a step commits: `OnePerStep`, `Threshold`, `Factor`, `CAP`, `DAPD` or
             `DreamSchedule`.
-        revise: how committed tokens are taken back. None, the only choice so far: never.
+        revise: how committed tokens are taken back: `COVER`, `WINO` or `Saber`. None: never.
         cache: which keys and values are reused: `NoCache`, `PrefixCache` or `DualCache`, or None, "prefix" or
             "dual" for these with their default settings, which the attribute then holds. The last two need a
             model of `dlmkern.models`.
@@ -38,7 +40,7 @@ class Decoder:
 
     blocks: BlockSchedule
     unmask: UnmaskingRule
-    revise: None = None
+    revise: RevisionRule | None = None
     cache: Cache | str | None = None
     cfg_scale: float = 0.0
     compat: str | None = None
@@ -49,7 +51,23 @@ class Decoder:
         if not isinstance(self.unmask, UnmaskingRule):
             raise ValueError(f"unmask must be an UnmaskingRule, got {self.unmask!r}")
         if self.revise is not None:
-            raise ValueError(f"revise must be None, got {self.revise!r}")
+            self._check_revise(self.revise)
         object.__setattr__(self, "cache", find_cache(self.cache))
         _check.finite_number_from_zero("cfg_scale", self.cfg_scale)
         _check.compat(self.compat)
+
+    def attention_layers(self, progress: Sequence[float]) -> float | Collection[int] | None:
+        """The layers of which the attention is wanted; see `UnmaskingRule` and `RevisionRule`."""
+        layers = self.unmask.attention_layers(progress)
+        return layers if layers is not None or self.revise is None else self.revise.attention_layers()
+
+    def _check_revise(self, revise: RevisionRule) -> None:
+        if not isinstance(revise, RevisionRule):
+            raise ValueError(f"revise must be a RevisionRule or None, got {revise!r}")
+        if self.unmask.counts_steps:
+            raise ValueError(f"revise needs an unmask that does not count its steps, got {self.unmask!r}")
+        layers, wanted = self.unmask.attention_layers([0.0]), revise.attention_layers()
+        if layers is not None and wanted is not None and layers != wanted:
+            raise ValueError(
+                f"unmask and revise must look at the same layers, got layers = {layers!r} and {wanted!r}"
+            )

@@ -38,10 +38,10 @@ class Forward:
         model: the model.
         mask_token_id: the mask, for guidance.
         vocab_size: the least number of logits that the model must return, or None.
-        decoder: its guidance, cache and `compat` matter.
+        decoder: its guidance, cache, revision rule and `compat` matter.
 
     Raises:
-        ValueError: the decoder has a cache, and the model cannot fill one.
+        ValueError: the model cannot fill a cache, or not show tokens as the revision rule needs it.
     """
 
     def __init__(self, model: Model, mask_token_id: int, vocab_size: int | None, decoder: Decoder) -> None:
@@ -63,6 +63,20 @@ class Forward:
         self.shifted = _is_shifted(model)
         # The logits of a block's first position come from the position before it.
         self.left = int(self.shifted and decoder.compat != "official")
+        self.view, self.view_layers = "plain", 1.0
+        if decoder.revise is not None:
+            self.view, self.view_layers = decoder.revise.view, decoder.revise.view_layers
+        needed = {"override": "seeds", "shadow": "shadow_positions"}.get(self.view)
+        if needed is not None and needed not in parameters:
+            raise ValueError(
+                f"revise: {decoder.revise!r} needs a model of dlmkern.models, which dlmkern.load_model "
+                f"reads; got {type(model).__name__}"
+            )
+        if self.view == "shadow" and self.shifted:
+            raise ValueError(
+                f"revise: {decoder.revise!r} needs a model whose logits at a position predict its token; "
+                f"those of {type(model).__name__} predict the next"
+            )
 
     def whole(
         self,
@@ -72,7 +86,8 @@ class Forward:
         lengths: Sequence[int],
         rows: Tensor | None,
         graph: AttentionGraph | None = None,
-    ) -> Tensor:
+        verified: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute whole rows, and fill the cache with them if there is one.
 
         Args:
@@ -81,31 +96,19 @@ class Forward:
             starts, lengths: `positions[:, 0]` and `state.end`, on the host.
             rows: int64 `[B]`, which of the cache's rows they are; None: all, in order.
             graph: to be fed with the attention of the pass, or None.
+            verified: int64 `[B, S]`, the positions that the revision rule verifies, padded with -1; None:
+                there is none.
 
         Returns:
-            Logits `[B, W, V]` that predict the tokens at `positions`.
+            Logits `[B, W, V]` that predict the tokens at `positions`; and those `[B, S, V]` that predict the
+            tokens at `verified` without being shown them, or None: the former do that.
 
         Raises:
             TypeError, ValueError: what the model returned is not logits of the right shape.
         """
-        # A copy that is contiguous, and with which the model may do what it wants.
-        ids = state.ids[:, : max(lengths)].clone(memory_format=torch.contiguous_format)
-        if self.shifted:
-            positions, starts = (positions - 1).clamp(min=0), [start - 1 for start in starts]
-        end = state.end
-        if self.cfg_scale != 0:
-            ids, positions, end = self._with_prompt_masked(ids, state), positions.repeat(2, 1), end.repeat(2)
-            starts, lengths = [*starts, *starts], [*lengths, *lengths]
-        if not self.takes_windows:
-            return self._guided(self._windows_by_length(ids, positions, starts, lengths, graph))
-        keywords: dict[str, Any] = {}
-        if self.caches:
-            if self.cache is None:
-                self.cache = self.model.new_cache(*ids.shape)  # type: ignore[attr-defined]
-            keywords = {"cache": self.cache, "cache_rows": self._cache_rows(rows)}
-        ends = _ragged(end, lengths)
-        logits = self._call(ids, positions.shape, graph, lengths=ends, positions=positions, **keywords)
-        return self._guided(logits)
+        cached = self.caches or self.view == "override"
+        logits = self._whole(state, positions, starts, lengths, rows, graph, verified, cached)
+        return self._with_left_out(logits, positions.shape[1], state, lengths, verified)
 
     def block(
         self,
@@ -115,7 +118,8 @@ class Forward:
         block_lengths: Sequence[int],
         lengths: Sequence[int],
         graph: AttentionGraph | None = None,
-    ) -> Tensor:
+        verified: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the blocks, or these and all that follows; the rest comes from the cache.
 
         Arguments, results and errors are those of `whole`; these are all the rows of the cache.
@@ -130,12 +134,12 @@ class Forward:
         place = torch.where(place < stop.unsqueeze(1), place, -1)
         # What the window holds beyond a short block is not used.
         columns = (positions - int(self.shifted) - first.unsqueeze(1)).clamp(min=0, max=n - 1)
-        ids, end = state.ids, state.end
-        if self.cfg_scale != 0:
-            ids, place, columns, end = (
-                self._with_prompt_masked(ids, state), place.repeat(2, 1), columns.repeat(2, 1), end.repeat(2)
-            )  # fmt: skip
+        columns_per_row = columns.shape[1]
+        ids = self._doubled(self._shown(state, verified), state)
+        place, columns, end = self._twice(place), self._twice(columns), self._twice(state.end)
+        seeds = self._twice(state.seeds).gather(1, place.clamp(min=0)) & (place >= 0)
         ids = ids.gather(1, place.clamp(min=0))
+        ids, columns, keywords = self._verifying(ids, columns, seeds, verified)
         self.cache = self.cache.narrow(self.cache.rows, max(lengths))
         logits = self._call(
             ids,
@@ -145,8 +149,9 @@ class Forward:
             positions=columns,
             cache=self.cache,
             position_ids=place,
+            **keywords,
         )
-        return self._guided(logits)
+        return self._with_left_out(self._guided(logits), columns_per_row, state, lengths, verified)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget the other rows of the cache."""
@@ -154,7 +159,86 @@ class Forward:
             half = self.cache.rows // 2
             self.cache = self.cache.keep([*rows, *(half + row for row in rows)] if self.cfg_scale else rows)
 
-    def _with_prompt_masked(self, ids: Tensor, state: State) -> Tensor:
+    def _whole(
+        self,
+        state: State,
+        positions: Tensor,
+        starts: Sequence[int] | None,
+        lengths: Sequence[int],
+        rows: Tensor | None = None,
+        graph: AttentionGraph | None = None,
+        verified: Tensor | None = None,
+        cached: bool = False,
+    ) -> Tensor:
+        """`whole` without the logits that are left out; `starts` is None where they are not known."""
+        # A copy that is contiguous, and with which the model may do what it wants.
+        ids = self._shown(state, verified)[:, : max(lengths)].clone(memory_format=torch.contiguous_format)
+        seeds = self._twice(state.seeds[:, : max(lengths)])
+        if self.shifted:
+            positions = (positions - 1).clamp(min=0)
+            starts = None if starts is None else [start - 1 for start in starts]
+        ids, positions, end = self._doubled(ids, state), self._twice(positions), self._twice(state.end)
+        if self.cfg_scale != 0:
+            starts, lengths = None if starts is None else [*starts, *starts], [*lengths, *lengths]
+        if not self.takes_windows:
+            return self._guided(self._windows_by_length(ids, positions, starts, lengths, graph))
+        keywords: dict[str, Any] = {}
+        if cached:
+            if self.cache is None:
+                self.cache = self.model.new_cache(*ids.shape)  # type: ignore[attr-defined]
+            keywords = {"cache": self.cache, "cache_rows": self._cache_rows(rows)}
+        ids, positions, more = self._verifying(ids, positions, seeds, verified)
+        ends = _ragged(end, lengths)
+        return self._guided(
+            self._call(ids, positions.shape, graph, lengths=ends, positions=positions, **keywords, **more)
+        )
+
+    def _shown(self, state: State, verified: Tensor | None) -> Tensor:
+        """The tokens that the model is shown."""
+        if verified is None or self.view not in ("masked", "override"):
+            return state.ids
+        return torch.where(state.seeds, self.mask_token_id, state.ids)
+
+    def _verifying(
+        self, ids: Tensor, positions: Tensor, seeds: Tensor, verified: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The model's input and the wanted columns with what verification adds, and its arguments for it."""
+        if verified is not None and self.view == "override":
+            return ids, positions, {"seeds": seeds, "seed_layers": self.view_layers}
+        if verified is not None and self.view == "shadow":
+            verified = self._twice(verified)
+            columns = ids.shape[1] + torch.arange(verified.shape[1], device=ids.device)
+            return (
+                torch.cat((ids, torch.full_like(verified, self.mask_token_id)), dim=1),
+                torch.cat((positions, columns.expand_as(verified)), dim=1),
+                {"shadow_positions": verified},
+            )
+        return ids, positions, {}
+
+    def _with_left_out(
+        self, logits: Tensor, width: int, state: State, lengths: Sequence[int], verified: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `whole` and `block` return."""
+        if verified is None or self.view not in ("exact", "shadow"):
+            return logits, None
+        if self.view == "shadow":
+            return logits[:, :width], logits[:, width:]
+        batch, many = verified.shape
+        copies = torch.arange(batch, device=verified.device).repeat_interleave(many)
+        state = state._replace(previous=None).select(copies)
+        position = verified.reshape(-1, 1).clamp(min=0)
+        state = state._replace(ids=state.ids.scatter(1, position, self.mask_token_id))
+        without = self._whole(state, position, None, [n for n in lengths for _ in range(many)])
+        return logits, without.reshape(batch, many, -1)
+
+    def _twice(self, x: Tensor) -> Tensor:
+        """With guidance, the rows of both halves."""
+        return x if self.cfg_scale == 0 else torch.cat((x, x))
+
+    def _doubled(self, ids: Tensor, state: State) -> Tensor:
+        """With guidance, the tokens of both halves."""
+        if self.cfg_scale == 0:
+            return ids
         shown = torch.arange(ids.shape[1], device=ids.device) < state.prompt_length.unsqueeze(1)
         return torch.cat((ids, torch.where(shown, self.mask_token_id, ids)))
 
@@ -174,7 +258,7 @@ class Forward:
         self,
         ids: Tensor,
         positions: Tensor,
-        starts: Sequence[int],
+        starts: Sequence[int] | None,
         lengths: Sequence[int],
         graph: AttentionGraph | None,
     ) -> Tensor:
@@ -185,9 +269,8 @@ class Forward:
             rows = [row for row, other in enumerate(lengths) if other == length]
             index = torch.tensor(rows, device=ids.device)
             part = None if graph is None else graph.select(rows)
-            logits = self._window_of_equals(
-                ids[index, :length], positions[index], [starts[row] for row in rows], part
-            )
+            own_starts = None if starts is None else [starts[row] for row in rows]
+            logits = self._window_of_equals(ids[index, :length], positions[index], own_starts, part)
             if windows is None:
                 windows = logits.new_empty((len(lengths), *logits.shape[1:]))
             windows[index] = logits
@@ -197,12 +280,12 @@ class Forward:
         return windows
 
     def _window_of_equals(
-        self, ids: Tensor, positions: Tensor, starts: Sequence[int], graph: AttentionGraph | None
+        self, ids: Tensor, positions: Tensor, starts: Sequence[int] | None, graph: AttentionGraph | None
     ) -> Tensor:
         """Windows of rows of the same length: a view if they are at the same place and end in the row."""
         logits = self._call(ids, ids.shape, graph)
         width = positions.shape[1]
-        if min(starts) == max(starts) and 0 <= starts[0] <= ids.shape[1] - width:
+        if starts is not None and min(starts) == max(starts) and 0 <= starts[0] <= ids.shape[1] - width:
             return logits[:, starts[0] : starts[0] + width]
         rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         return logits[rows, positions]

@@ -12,7 +12,15 @@ from torch import Tensor
 from dlmkern.decoders.cache import DualCache, PrefixCache
 from dlmkern.decoders.forward import Forward
 from dlmkern.decoders.state import State
-from dlmkern.decoders.step import Plan, masked_positions, step, window_positions
+from dlmkern.decoders.step import (
+    LeaveOneOut,
+    Plan,
+    block_positions,
+    masked_positions,
+    seed_positions,
+    step,
+    window_positions,
+)
 from dlmkern.decoders.unmask import Graph
 from dlmkern.graph import AttentionGraph
 
@@ -27,6 +35,7 @@ class _Row:
     block_length: int = 0
     opening: bool = True
     masks_left: int = 0
+    seeds: int = 0
     age: int = 0
     """Forward passes since the last whole one, which counts."""
 
@@ -40,6 +49,7 @@ class FinishedRow:
     step_map: Tensor
     confidence: Tensor
     reason: Tensor
+    revisions: Tensor
 
 
 class Advance(NamedTuple):
@@ -53,6 +63,8 @@ class Advance(NamedTuple):
     """Positions of that block."""
     ends: list[int]
     """One past each row's last position."""
+    before_step_map: Tensor
+    """Their `State.step_map` before the step."""
     state: State
     """Their state after the step."""
 
@@ -105,18 +117,21 @@ class Loop:
         state = self.state if index is None else self.state.select(index)
         positions = window_positions(state, width)
         attention = self._attention_graph(rows, state, width)
+        verified = self._verified_positions(rows, state)
         if whole:
-            logits = self.forward.whole(state, positions, starts, lengths, index, attention)
+            logits, apart = self.forward.whole(state, positions, starts, lengths, index, attention, verified)
         else:
             sizes = [row.block_length for row in rows]
-            logits = self.forward.block(state, positions, starts, sizes, lengths, attention)
+            logits, apart = self.forward.block(state, positions, starts, sizes, lengths, attention, verified)
         graph = None if attention is None else Graph(attention.positions, attention.scores())
-        state = step(logits, state, plan, opens, graph)
+        without = None if apart is None or verified is None else LeaveOneOut(apart, verified)
+        before = state.step_map
+        state = step(logits, state, plan, opens, graph, without)
         self._poll(rows, state)
         for row in rows:
             row.age = 1 if whole else row.age + 1
         advance = Advance(
-            [row.index for row in rows], starts, [row.block_length for row in rows], lengths, state
+            [row.index for row in rows], starts, [row.block_length for row in rows], lengths, before, state
         )
         self.state = state if index is None else self.state.put(index, state)
         self._drop_finished()
@@ -137,41 +152,55 @@ class Loop:
         return due or everyone, bool(due)
 
     def _attention_graph(self, rows: list[_Row], state: State, width: int) -> AttentionGraph | None:
-        """What collects the attention between masked positions, if the unmasking rule asks for it."""
+        """What collects the attention between positions of the block, if a rule asks for it."""
         decoder, gen_length = self.plan.decoder, self.plan.gen_length
         left = [
             row.end - row.block_start - (0 if row.opening else row.block_length - row.masks_left)
             for row in rows
         ]
-        layers = decoder.unmask.attention_layers([1 - masks / gen_length for masks in left])
+        layers = decoder.attention_layers([1 - masks / gen_length for masks in left])
         if layers is None:
             return None
         width = min(width, decoder.blocks.longest(gen_length))
+        if decoder.revise is not None and decoder.revise.attention_layers() is not None:
+            return AttentionGraph(block_positions(state, width), layers)
         most = max(min(width, row.end - row.block_start) if row.opening else row.masks_left for row in rows)
         return AttentionGraph(masked_positions(state, width, most, self.plan), layers)
+
+    def _verified_positions(self, rows: list[_Row], state: State) -> Tensor | None:
+        """The positions to verify in this pass, int64 `[B, S]`, padded with -1; None: there is none."""
+        revise = self.plan.decoder.revise
+        if revise is None or revise.view == "plain":
+            return None
+        if revise.view == "shadow":
+            inside = [row.block_length for row in rows if not row.opening]
+            return block_positions(state, max(inside)) if inside else None
+        most = max(row.seeds for row in rows)
+        return seed_positions(state, most) if most else None
 
     def _poll(self, rows: list[_Row], state: State) -> None:
         """Take note of where each of the rows is after its step."""
         packed = torch.stack(
             (
-                state.block_start, state.block_length, state.opening, state.masks_left, state.bad_position
+                state.block_start, state.block_length, state.opening, state.masks_left,
+                state.seeds[:, :-1].sum(-1), state.bad_position,
             )
         )  # fmt: skip
-        starts, lengths, openings, masks_left, bad_positions = packed.tolist()
+        starts, lengths, openings, masks_left, seeds, bad_positions = packed.tolist()
         for row, bad in zip(rows, bad_positions, strict=True):
             if bad < row.end:
                 raise FloatingPointError(
                     f"row {row.index}: the logits of position {bad} hold no distribution (a NaN, +inf, or no "
                     f"allowed token above -inf) in forward pass {self.nfe[row.index]}"
                 )
-        for row, start, length, opening, masks in zip(
-            rows, starts, lengths, openings, masks_left, strict=True
+        for row, start, length, opening, masks, chosen in zip(
+            rows, starts, lengths, openings, masks_left, seeds, strict=True
         ):
             self.nfe[row.index] += 1
             if row.opening:
                 self.block_lengths[row.index].append(length)
             row.block_start, row.block_length, row.opening = start, length, bool(opening)
-            row.masks_left = masks
+            row.masks_left, row.seeds = masks, chosen
 
     def _drop_finished(self) -> None:
         state = self.state
@@ -186,6 +215,7 @@ class Loop:
                 step_map=state.step_map[i, generated],
                 confidence=state.confidence[i, generated],
                 reason=state.reason[i, generated],
+                revisions=state.revisions[i],
             )
         if len(kept) < len(self.rows):
             self.rows = [self.rows[i] for i in kept]

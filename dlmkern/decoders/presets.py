@@ -8,7 +8,9 @@ from functools import partial
 from dlmkern.decoders.blocks import BlockSchedule, DepGABlocks, FixedBlocks, WholeSequence
 from dlmkern.decoders.cache import Cache
 from dlmkern.decoders.decoder import Decoder
-from dlmkern.decoders.unmask import CAP, Factor, OnePerStep, Threshold
+from dlmkern.decoders.revise import WINO
+from dlmkern.decoders.revise_cover import COVER
+from dlmkern.decoders.unmask import CAP, Factor, OnePerStep, Threshold, WideThreshold
 from dlmkern.decoders.unmask_dapd import DAPD
 from dlmkern.decoders.unmask_dream import DreamSchedule
 
@@ -137,6 +139,56 @@ def dapd(
     return Decoder(_blocks(block_length), rule, cache=cache, compat=compat)
 
 
+def wino(
+    block_length: int | None = 128,
+    tau_draft: float = 0.6,
+    tau_back: float = 0.9,
+    cache: str | Cache | None = None,
+    *,
+    compat: str | None = None,
+) -> Decoder:
+    """WINO (arXiv:2507.18578); `block_length=None`: one block. See `WideThreshold` and `WINO`."""
+    return Decoder(
+        _blocks(block_length), WideThreshold(tau_draft), WINO(tau_back), cache=cache, compat=compat
+    )
+
+
+def cover(
+    tau_draft: float = 0.7,
+    tau_replace: float = 0.9,
+    block_length: int | None = 32,
+    cache: str | Cache | None = None,
+    *,
+    draft_most: int | None = None,
+    max_remasks: int = 1,
+    cooldown: int = 1,
+    most: int | None = None,
+    combine: str = "product",
+    suspects: str = "mean",
+    seeds_by: str = "stability",
+    layers: float | Collection[int] = 0.3,
+    verify: str = "override",
+    override_layers: float = 1.0,
+) -> Decoder:
+    """COVER (arXiv:2602.06161); `block_length=None`: one block.
+
+    `Threshold(tau_draft, draft_most)` drafts; see `COVER` for the other arguments.
+    """
+    rule = COVER(
+        tau_replace=tau_replace,
+        max_remasks=max_remasks,
+        cooldown=cooldown,
+        most=most,
+        combine=combine,
+        suspects=suspects,
+        seeds_by=seeds_by,
+        layers=layers,
+        verify=verify,
+        override_layers=override_layers,
+    )
+    return Decoder(_blocks(block_length), Threshold(tau_draft, draft_most), rule, cache=cache)
+
+
 # Of DAPD's official scripts, for answers of 256 tokens. A task without a suffix has the settings of the best
 # accuracy; for Dream they are the same for all tasks.
 _DAPD_TASKS: dict[str, tuple[str, float, float, int | None]] = {
@@ -157,6 +209,8 @@ PRESETS: dict[str, Callable[..., Decoder]] = {
     "dream": dream,
     "depcap": depcap,
     "dapd": dapd,
+    "wino": wino,
+    "cover": cover,
     **{
         f"dapd-{task}": partial(
             dapd, variant=variant, tau_min=tau_min, tau_max=tau_max, block_length=block_length

@@ -29,6 +29,8 @@ class Reason(IntEnum):
     """It and all more confident positions passed the factor rule."""
     INDEPENDENT = 7
     """Attention ties it to nothing that was committed before it in the same step."""
+    REPLACED = 8
+    """Verification predicted it in the place of another token, with enough confidence."""
 
 
 class State(NamedTuple):
@@ -69,14 +71,22 @@ class State(NamedTuple):
     """int8 `[B, L + 1]`: a `Reason`, or -1."""
     bad_position: Tensor
     """int64 `[B]`: status word: first position of the block whose logits hold no distribution; else `L`."""
+    seeds: Tensor
+    """bool `[B, L + 1]`: committed positions that the next forward pass verifies, if the revision rule
+    chooses some."""
+    revisions: Tensor
+    """int64 `[B]`: how often a committed token has been taken back or replaced so far."""
+    memory: tuple[Tensor, ...]
+    """What the revision rule keeps, each `[B, ...]`."""
     previous: tuple[Tensor, ...] | None
     """What the block schedule keeps of the forward pass that opened the last block, each `[B, ...]`."""
 
     def select(self, rows: Tensor) -> State:
         """The state of some of the rows; `rows` is int64 `[n]`."""
-        columns = {name: x.index_select(0, rows) for name, x in self._asdict().items() if name != "previous"}
+        columns = {name: x.index_select(0, rows) for name, x in self._tensors().items()}
+        memory = tuple(x.index_select(0, rows) for x in self.memory)
         previous = None if self.previous is None else tuple(x.index_select(0, rows) for x in self.previous)
-        return State(**columns, previous=previous)
+        return State(**columns, memory=memory, previous=previous)
 
     def put(self, rows: Tensor, other: State) -> State:
         """This state with some of the rows replaced, the inverse of `select`.
@@ -84,13 +94,15 @@ class State(NamedTuple):
         `previous` is written in place, where `other` may keep fewer positions than this state does.
         """
         assert self.previous is not None or other.previous is None
-        new = other._asdict()
-        columns = {
-            name: x.index_copy(0, rows, new[name]) for name, x in self._asdict().items() if name != "previous"
-        }
+        new = other._tensors()
+        columns = {name: x.index_copy(0, rows, new[name]) for name, x in self._tensors().items()}
+        memory = tuple(x.index_copy(0, rows, part) for x, part in zip(self.memory, other.memory, strict=True))
         for old, part in zip(self.previous or (), other.previous or (), strict=True):
             old[:, : part.shape[1]].index_copy_(0, rows, part)
-        return State(**columns, previous=self.previous)
+        return State(**columns, memory=memory, previous=self.previous)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self._asdict().items() if isinstance(x, Tensor)}
 
 
 def initial_state(
@@ -122,5 +134,8 @@ def initial_state(
         confidence=torch.full_like(ids, torch.nan, dtype=torch.float64),
         reason=torch.full_like(ids, -1, dtype=torch.int8),
         bad_position=torch.full_like(zeros, longest),
+        seeds=torch.zeros_like(ids, dtype=torch.bool),
+        revisions=zeros,
+        memory=(),
         previous=None,
     )

@@ -7,12 +7,14 @@ graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dlmkern import ops
 from dlmkern.decoders.decoder import Decoder
+from dlmkern.decoders.revise import Verification
 from dlmkern.decoders.sampling import (
     TOKEN_STREAM,
     Draw,
@@ -58,8 +60,24 @@ class Plan:
         return self.top_p is not None or self.top_k is not None
 
 
-def step(logits: Tensor, state: State, plan: Plan, opens: bool, graph: Graph | None = None) -> State:
-    """Commit tokens.
+class LeaveOneOut(NamedTuple):
+    """Logits of positions whose tokens the model was not shown."""
+
+    logits: Tensor
+    """`[B, S, V]`."""
+    positions: Tensor
+    """int64 `[B, S]`; -1 is padding."""
+
+
+def step(
+    logits: Tensor,
+    state: State,
+    plan: Plan,
+    opens: bool,
+    graph: Graph | None = None,
+    without: LeaveOneOut | None = None,
+) -> State:
+    """Commit tokens, and take some back.
 
     Args:
         logits: `[B, W, V]`, of the positions from each row's `block_start` on. `W` covers the block of every
@@ -67,16 +85,18 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool, graph: Graph | N
         state: the state that the forward pass has seen; unchanged.
         plan: see `Plan`.
         opens: whether any row opens a block.
-        graph: of `masked_positions`, where the unmasking rule asks for it.
+        graph: of `masked_positions` or `block_positions`, where a rule asks for it.
+        without: of the positions that the revision rule verifies, if `logits` is not leave-one-out there.
 
     Returns:
         The state to do the next forward pass with.
     """
-    blocks = plan.decoder.blocks
+    blocks, revise = plan.decoder.blocks, plan.decoder.revise
     width = min(logits.shape[1], blocks.longest(plan.gen_length))
     scored = _scored(logits, plan)
     comparison = blocks.comparison(state, width) if opens else (None, None)
-    stats, token, score = _predict(logits[:, :width], scored[:, :width], *comparison, state, plan)
+    stats = _statistics(logits[:, :width], scored[:, :width], plan, *comparison)
+    token, confidence, score = _predict(logits[:, :width], scored[:, :width], stats, state, plan)
     if opens:
         state = _open_blocks(scored, stats, state, plan)
 
@@ -84,29 +104,59 @@ def step(logits: Tensor, state: State, plan: Plan, opens: bool, graph: Graph | N
     position = state.block_start.unsqueeze(1) + offset
     inside = offset < state.block_length.unsqueeze(1)
     scratch = state.ids.shape[1] - 1
-    masked = inside & (state.ids.gather(1, position.clamp(max=scratch)) == plan.mask_token_id)
+    current = state.ids.gather(1, position.clamp(max=scratch))
+    is_mask = current == plan.mask_token_id
+    masked = inside & is_mask
     candidates = Candidates(
-        scored[:, :width], token, stats.confidence, score, stats.logsumexp, masked, position, graph
-    )
+        scored[:, :width], token, confidence, score, stats.logsumexp, masked, inside & ~is_mask, position,
+        current, graph,
+    )  # fmt: skip
     selection = plan.decoder.unmask.select(candidates, state, blocks.count(plan.gen_length))
     if opens and plan.first_alone:
         selection = _first_alone(selection, masked, state)
 
+    bad = masked & score.isnan()  # as it is where there is no token
     target = torch.where(selection.selected, position, scratch)
     forward = state.nfe.unsqueeze(1)
-    bad = masked & score.isnan()  # as it is where there is no token
-    block_end = state.block_start + state.block_length
-    masks_left = (masked & ~selection.selected).sum(-1)
-    done = masks_left == 0
+    before = state
     state = state._replace(
         ids=state.ids.scatter(1, target, token),
         step_map=state.step_map.scatter(1, target, forward.expand_as(target)),
-        confidence=state.confidence.scatter(1, target, stats.confidence),
+        confidence=state.confidence.scatter(1, target, confidence),
         reason=state.reason.scatter(1, target, selection.reason),
+    )
+    masks_left = masked & ~selection.selected
+    if revise is not None:
+        verification = _verification(candidates, stats, without, before, plan)
+        revision = revise.revise(candidates, selection, verification, before)
+        late = state.block_step >= revise.patience(state.block_length)
+        remask = revision.remask & ~late.unsqueeze(1)
+        taken, replaced = (torch.where(x, position, scratch) for x in (remask, revision.replace))
+        state = state._replace(
+            ids=state.ids.scatter(1, replaced, verification.token).scatter(1, taken, plan.mask_token_id),
+            step_map=state.step_map.scatter(1, replaced, forward.expand_as(target)).scatter(1, taken, -1),
+            confidence=state.confidence.scatter(1, replaced, verification.confidence)
+            .scatter(1, taken, torch.nan),
+            reason=state.reason.scatter(1, replaced, int(Reason.REPLACED)).scatter(1, taken, -1),
+            revisions=state.revisions + (remask | revision.replace).sum(-1),
+            memory=revision.memory,
+        )  # fmt: skip
+        masks_left = masks_left | remask
+        seeds = revision.seeds & masks_left.any(-1, keepdim=True)
+        state = state._replace(
+            seeds=torch.zeros_like(state.seeds).scatter(1, torch.where(seeds, position, scratch), True)
+        )
+        seen = before.seeds.gather(1, position.clamp(max=scratch))
+        bad = bad | (candidates.committed & seen & verification.present.isnan())
+
+    block_end = state.block_start + state.block_length
+    count = masks_left.sum(-1)
+    done = count == 0
+    state = state._replace(
         bad_position=torch.where(bad, position, scratch).amin(-1),
-        block_start=torch.where(done, block_end, state.block_start),
+        block_start=torch.where(done, blocks.following(block_end, state), state.block_start),
         opening=done,
-        masks_left=masks_left,
+        masks_left=count,
         block_step=state.block_step + 1,
         nfe=state.nfe + 1,
     )
@@ -136,6 +186,22 @@ def masked_positions(state: State, width: int, most: int, plan: Plan) -> Tensor:
     return torch.where(first > 0, state.block_start.unsqueeze(1) + columns, -1)[:, :most]
 
 
+def block_positions(state: State, most: int) -> Tensor:
+    """The positions of each row's block, or of what follows in a row that opens one, in order.
+
+    int64 `[B, most]`, padded with -1; `most` of them at most.
+    """
+    position = state.block_start.unsqueeze(1) + torch.arange(most, device=state.ids.device)
+    stop = torch.where(state.opening, state.end, state.block_start + state.block_length)
+    return torch.where(position < stop.unsqueeze(1), position, -1)
+
+
+def seed_positions(state: State, most: int) -> Tensor:
+    """The seeds of each row, in order: int64 `[B, most]`, padded with -1; none has more."""
+    first, position = state.seeds[:, :-1].to(torch.int8).sort(dim=-1, descending=True, stable=True)
+    return torch.where(first > 0, position, -1)[:, :most]
+
+
 def _scored(logits: Tensor, plan: Plan) -> Tensor:
     """The logits over which probabilities are normalised (but for `_banned`)."""
     return logits if plan.decoder.compat == "official" else logits[..., : plan.vocab_size]
@@ -150,23 +216,33 @@ def _scored_banned(scored: Tensor, plan: Plan) -> int | None:
     return None if plan.decoder.compat == "official" else _banned(scored, plan)
 
 
-def _predict(
-    logits: Tensor, scored: Tensor, previous: Tensor | None, rows: Tensor | None, state: State, plan: Plan
-) -> tuple[ops.TokenStats, Tensor, Tensor]:
-    """For every position its statistics, the token it would commit, and the rule's score.
-
-    `confidence` is that of this token.
-    """
-    scored_banned = _scored_banned(scored, plan)
+def _statistics(
+    logits: Tensor,
+    scored: Tensor,
+    plan: Plan,
+    previous: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> ops.TokenStats:
+    """What is known of each position's distribution; the token is the likeliest that may be committed, and
+    the confidence is that token's."""
     stats = ops.token_stats(
-        scored, previous, prev_rows=rows, banned_token=scored_banned, out_dtype=torch.float64
+        scored, previous, prev_rows=rows, banned_token=_scored_banned(scored, plan), out_dtype=torch.float64
     )
+    if plan.decoder.compat != "official":
+        return stats
+    allowed = logits[..., : plan.vocab_size]
+    best = ops.token_stats(allowed, banned_token=_banned(allowed, plan), out_dtype=torch.float64)
+    share = (best.logsumexp - stats.logsumexp).exp()
+    return stats._replace(token=best.token, confidence=best.confidence * share)
+
+
+def _predict(
+    logits: Tensor, scored: Tensor, stats: ops.TokenStats, state: State, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For every position the token it would commit, that token's probability, and the rule's score."""
+    scored_banned = _scored_banned(scored, plan)
     allowed = logits[..., : plan.vocab_size]
     banned = _banned(allowed, plan)
-    if plan.decoder.compat == "official":
-        best = ops.token_stats(allowed, banned_token=banned, out_dtype=torch.float64)
-        share = (best.logsumexp - stats.logsumexp).exp()
-        stats = stats._replace(token=best.token, confidence=best.confidence * share)
     token, wanted = stats.token, plan.decoder.unmask.score()
     score: Tensor | None = None
     if plan.temperature > 0 or (plan.filters and wanted.transformed):
@@ -179,9 +255,30 @@ def _predict(
             token = sample(allowed, token, banned, plan.temperature, noise)
     if score is None or not wanted.transformed:
         score = score_of(wanted.statistic, token, scored, stats, scored_banned)
-    if plan.temperature > 0:
-        stats = stats._replace(confidence=probability_of(token, scored, stats))
-    return stats, token, score
+    confidence = stats.confidence if plan.temperature == 0 else probability_of(token, scored, stats)
+    return token, confidence, score
+
+
+def _verification(
+    candidates: Candidates, stats: ops.TokenStats, without: LeaveOneOut | None, state: State, plan: Plan
+) -> Verification:
+    """What is predicted in the places of committed tokens."""
+    if without is None:
+        present = probability_of(candidates.current * candidates.committed, candidates.logits, stats)
+        return Verification(stats.token, stats.confidence, present)
+    scored = _scored(without.logits, plan)
+    stats = _statistics(without.logits, scored, plan)
+    current = state.ids.gather(1, without.positions.clamp(min=0))
+    present = probability_of(current * (current != plan.mask_token_id), scored, stats)
+    # One column more, for padding.
+    many = candidates.masked.shape[1]
+    column = torch.where(without.positions < 0, many, without.positions - state.block_start.unsqueeze(1))
+    return Verification(
+        *(
+            x.new_zeros((x.shape[0], many + 1)).scatter(1, column, x)[:, :many]
+            for x in (stats.token, stats.confidence, present)
+        )
+    )
 
 
 def _first_alone(selection: Selection, masked: Tensor, state: State) -> Selection:

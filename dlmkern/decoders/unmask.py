@@ -17,7 +17,8 @@ from dlmkern.decoders.state import Reason, State
 
 
 class Graph(NamedTuple):
-    """How much masked positions of the block attend to each other in this forward pass."""
+    """How much positions of the block attend to each other in this forward pass: the masked ones, or, for a
+    revision rule, all."""
 
     positions: Tensor
     """int64 `[B, M]`, in order; -1 is padding."""
@@ -40,11 +41,15 @@ class Candidates(NamedTuple):
     """float64 `[B, n]`, of the logits, as the probabilities are normalised."""
     masked: Tensor
     """bool `[B, n]`: positions of the block that are still masked."""
+    committed: Tensor
+    """bool `[B, n]`: positions of the block that are not."""
     position: Tensor
     """int64 `[B, n]`."""
+    current: Tensor
+    """int64 `[B, n]`: the token that is there, or the mask; means nothing beyond the block."""
     graph: Graph | None = None
-    """Where `UnmaskingRule.attention_layers` asks for it. Beside the masked positions of the block it may
-    hold some that follow the block."""
+    """Where `UnmaskingRule.attention_layers` or that of the revision rule asks for it. Beside the positions
+    of the block it may hold some that follow the block."""
 
 
 class Selection(NamedTuple):
@@ -70,6 +75,11 @@ class Score(NamedTuple):
 
 class UnmaskingRule(ABC):
     """One of the four choices that make a decoder. Rules inherit from this class."""
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether it spreads a block's positions over a number of steps, which revision would upset."""
+        return False
 
     def check(self, gen_length: int, blocks: int | None) -> None:  # noqa: B027
         """Raise ValueError if the rule cannot fill this many tokens in that many blocks (None: unknown)."""
@@ -108,6 +118,10 @@ class OnePerStep(UnmaskingRule):
         if self.remasking not in ("low_confidence", "random"):
             raise ValueError(f'remasking must be "low_confidence" or "random", got {self.remasking!r}')
 
+    @property
+    def counts_steps(self) -> bool:
+        return self.steps is not None
+
     def check(self, gen_length: int, blocks: int | None) -> None:
         if self.steps is None:
             return
@@ -142,18 +156,64 @@ class OnePerStep(UnmaskingRule):
 
 @dataclass(frozen=True)
 class Threshold(UnmaskingRule):
-    """Fast-dLLM's rule (arXiv:2505.22618, algorithm 1): all of confidence `tau` or more, and the best."""
+    """Fast-dLLM's rule (arXiv:2505.22618, algorithm 1): all of confidence `tau` or more, and the best.
+
+    Args:
+        tau: see above.
+        most: of those that pass, only so many of the most confident a step. None: all.
+    """
 
     tau: float = 0.9
+    most: int | None = None
 
     def __post_init__(self) -> None:
         _check.probability("tau", self.tau)
+        if self.most is not None:
+            _check.positive_int("most", self.most)
 
     def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
+        confidence, masked = candidates.confidence, candidates.masked
+        selected = ops.confidence_select(confidence=confidence, mask=masked, tau=self.tau).selected
+        if self.most is not None:
+            selected = ops.confidence_select(
+                confidence=confidence, mask=selected, rule="schedule", count=self.most
+            ).selected
+        sure = confidence >= self.tau
+        return Selection(selected, torch.where(sure, Reason.THRESHOLD, Reason.FORCED).to(torch.int8))
+
+
+@dataclass(frozen=True)
+class WideThreshold(UnmaskingRule):
+    """WINO's draft (arXiv:2507.18578, "wide in"): all above a low threshold, within a cap, and the best.
+
+    Args:
+        tau: the confidence to exceed.
+        share, least, most: at most `share` of the block's masked positions a step, rounded down, but up to
+            `least` in any case and never more than `most`.
+    """
+
+    tau: float = 0.6
+    share: float = 0.7
+    least: int = 5
+    most: int = 20
+
+    def __post_init__(self) -> None:
+        _check.probability("tau", self.tau)
+        _check.probability("share", self.share)
+        _check.positive_int("least", self.least)
+        _check.positive_int("most", self.most)
+        if self.least > self.most:
+            raise ValueError(
+                f"least must not exceed most, got least = {self.least!r} and most = {self.most!r}"
+            )
+
+    def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
+        sure = candidates.masked & (candidates.confidence > self.tau)
+        cap = (self.share * candidates.masked.sum(-1).double()).long().clamp(self.least, self.most)
+        count = torch.minimum(sure.sum(-1), cap).clamp(min=1)
         selected = ops.confidence_select(
-            confidence=candidates.confidence, mask=candidates.masked, tau=self.tau
+            confidence=candidates.confidence, mask=candidates.masked, rule="schedule", count=count
         ).selected
-        sure = candidates.confidence >= self.tau
         return Selection(selected, torch.where(sure, Reason.THRESHOLD, Reason.FORCED).to(torch.int8))
 
 

@@ -66,6 +66,10 @@ class DreamSchedule(UnmaskingRule):
         _check.probability("tau", self.tau)
         _check.compat(self.compat)
 
+    @property
+    def counts_steps(self) -> bool:
+        return self.alg != "confidence_threshold" or self._is_capped()
+
     def check(self, gen_length: int, blocks: int | None) -> None:
         if self.steps is None:
             return

@@ -1,0 +1,128 @@
+"""Revision rules: which committed tokens of the block are taken back or replaced in this step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlmkern import ops
+from dlmkern.decoders import _check
+from dlmkern.decoders.state import State
+from dlmkern.decoders.unmask import Candidates, Selection
+
+VIEWS = ("plain", "masked", "override", "exact", "shadow")
+
+
+class Verification(NamedTuple):
+    """What the model predicts in the places of the block's positions; all `[B, n]`."""
+
+    token: Tensor
+    """int64: the likeliest token."""
+    confidence: Tensor
+    """float64: its probability."""
+    present: Tensor
+    """float64: the probability of the token that is there. All three are leave-one-out, that is, the model
+    was not shown the token, where `RevisionRule.view` promises it; they mean nothing at masked positions."""
+
+
+class Revision(NamedTuple):
+    """What to do with tokens that are committed when the step ends; all `[B, n]` but the last."""
+
+    remask: Tensor
+    """bool: positions to mask again."""
+    replace: Tensor
+    """bool: positions that get `Verification.token`; none of `remask`."""
+    seeds: Tensor
+    """bool: positions to verify in the next forward pass."""
+    memory: tuple[Tensor, ...]
+    """For `State.memory`."""
+
+
+class RevisionRule(ABC):
+    """One of the four choices that make a decoder. Rules inherit from this class.
+
+    A block ends with the step that leaves no mask in it. Whatever a rule does, a block of n positions takes
+    at most `patience(n) + n` steps: after `patience(n)` of them nothing is masked again.
+    """
+
+    @property
+    def view(self) -> str:
+        """How a forward pass shows the committed tokens.
+
+        - "plain": as they are; seeds change nothing.
+        - "masked": seeds are masked.
+        - "override": seeds are masked, and in the attention layers all positions but those that predict them
+          see their keys and values of the last pass (`ops.cover_attention`). It takes a model of
+          `dlmkern.models`.
+        - "exact": as they are, and for each seed there is one more pass in which it alone is masked.
+        - "shadow": as they are, beside a copy of the block, all masks, of which each position sees everything
+          but its own original. All committed tokens are verified. It takes a model of `dlmkern.models`.
+        """
+        return "plain"
+
+    @property
+    def view_layers(self) -> float:
+        """Of "override": the share of the layers, the last ones, in which it holds."""
+        return 1.0
+
+    def attention_layers(self) -> float | Collection[int] | None:
+        """The layers whose attention `Candidates.graph` is the mean of, over all positions of the block; as
+        in `UnmaskingRule.attention_layers`. None: no graph is wanted."""
+        return None
+
+    def patience(self, length: int | Tensor) -> int | Tensor:
+        """After how many steps in a block of this length nothing is masked again."""
+        return length
+
+    def start(self, state: State) -> tuple[Tensor, ...]:
+        """What to keep in `State.memory` at the beginning."""
+        return ()
+
+    @abstractmethod
+    def revise(
+        self, candidates: Candidates, selection: Selection, verification: Verification, state: State
+    ) -> Revision:
+        """Choose; reads nothing on the host. `state` is that before the step, `selection` what it commits."""
+
+
+@dataclass(frozen=True)
+class WINO(RevisionRule):
+    """WINO (arXiv:2507.18578): every committed token of the block is verified in each step.
+
+    A token with a leave-one-out probability below `tau_back` is masked again, if the step commits more than
+    one token, and always fewer than the step before has committed: of more, those of the least probability.
+
+    Args:
+        tau_back: see above.
+    """
+
+    tau_back: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check.probability("tau_back", self.tau_back)
+
+    @property
+    def view(self) -> str:
+        return "shadow"
+
+    def start(self, state: State) -> tuple[Tensor, ...]:
+        return (torch.zeros_like(state.nfe),)  # commits of the last step; a block opens without commits
+
+    def revise(
+        self, candidates: Candidates, selection: Selection, verification: Verification, state: State
+    ) -> Revision:
+        (last,) = state.memory
+        commits = selection.selected.sum(-1)
+        doubted = candidates.committed & (verification.present < self.tau_back)
+        count = doubted.sum(-1)
+        count = torch.where(commits > 1, torch.where(count < last, count, last - 1), 0)
+        remask = ops.confidence_select(
+            confidence=-verification.present, mask=doubted, rule="schedule", count=count.clamp(min=0)
+        ).selected
+        nothing = torch.zeros_like(remask)
+        return Revision(remask, nothing, nothing, (commits,))
