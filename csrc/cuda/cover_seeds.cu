@@ -10,7 +10,7 @@ namespace dlmkern {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kAtOnce = 16;  // terms of the sum that are read before they are added
+constexpr int kAtOnce = 8;  // terms of the sum that are read before they are added
 constexpr int kScoreBits = 63;
 constexpr int kParts = 3, kDrift = 2;
 
@@ -91,7 +91,7 @@ __device__ void raise(Bits* most, Bits value) {
   if (threadIdx.x % kWarp == 0) atomicMax(most, value);
 }
 
-__global__ void __launch_bounds__(kThreads) cover_seeds(Arguments a) {
+__global__ void __launch_bounds__(kThreads, 1) cover_seeds(Arguments a) {
   DLMKERN_SHARED(Bits[kParts + 1], largest);  // of the parts, and the largest score
   DLMKERN_SHARED(double[kThreads], tile);
   DLMKERN_SHARED(double, sum);
