@@ -180,7 +180,9 @@ class MaskedLM(PreTrainedModel):
             _check_graph(graph, input_ids, length)
             if position_ids is not None:
                 graph_rows = _columns(position_ids, graph.positions, length)
-        if not is_number(seed_layers) or not 0 <= seed_layers <= 1:
+        if not is_number(seed_layers):
+            raise TypeError(f"seed_layers must be a number, got {seed_layers!r}")
+        if not 0 <= seed_layers <= 1:
             raise ValueError(f"seed_layers must be a share in [0, 1], got {seed_layers!r}")
         if seeds is not None:
             if cache is None or attention_mask is not None or shadow_positions is not None:
@@ -222,8 +224,8 @@ class MaskedLM(PreTrainedModel):
     def _check_shadows(self, positions: Tensor, batch: int, columns: int) -> None:
         if self.shifted_logits:
             raise ValueError(
-                f"shadow_positions: the output of {type(self).__name__} at a position predicts the token after, "
-                "so a shadow row cannot predict the token at its own"
+                f"shadow_positions: {type(self).__name__} predicts the token after a position, and no row can "
+                "be the shadow of its own"
             )
         _check_shape("shadow_positions", positions, (batch, None))
         if positions.shape[1] > columns:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dlmkern import attention
 from tests.models.support import FIELDS, random_weights
 
 
@@ -16,6 +17,19 @@ from tests.models.support import FIELDS, random_weights
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def no_cpu_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A version of torch without the kernel that hands out its log-sum-exp."""
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(attention, "_cpu_flash", missing)
+    attention._has_cpu_flash.cache_clear()
+    yield
+    attention._has_cpu_flash.cache_clear()
 
 
 @pytest.fixture

@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from dlmkern.models.kv_cache import KVCache
+from dlmkern.models.masked_lm import MaskedLM
+
 DATA = Path(__file__).parents[1] / "data"
 
 LLADA: dict[str, Any] = {
@@ -136,8 +139,25 @@ DREAM_NAMES = (
     ),
 )
 
-Memory = dict[tuple[int, int], tuple[Tensor, Tensor]]
+KeyValue = tuple[Tensor, Tensor]
+Memory = dict[tuple[int, int], KeyValue]
 """By layer and position: the rotated key and the value of all heads, each `[Hkv, head_dim]`."""
+
+
+def assert_close(got: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+def poisoned(model: MaskedLM, rows: int, length: int) -> KVCache:
+    """A cache full of finite numbers that would spoil any sum they get into."""
+    cache = model.new_cache(rows, length)
+    cache.storage.fill_(1e6)
+    return cache
+
+
+def assert_holds(cache: KVCache, row: int, memory: Memory) -> None:
+    for (layer, position), kv in memory.items():
+        assert_close(cache.storage[layer, :, row, :, position], torch.stack(kv))
 
 
 class PlainModel:
@@ -175,25 +195,30 @@ class PlainModel:
             q = self.rotated(self.linear(h, to_q), places)
             k = self.rotated(self.linear(h, to_k), places)
             v = self.linear(h, to_v).unflatten(-1, k.shape[1:])
-            memory.update({(layer, place): (k[i], v[i]) for i, place in enumerate(places)})
-            rows = [
-                kv for (owner, _), kv in sorted(memory.items(), key=lambda item: item[0]) if owner == layer
-            ]
-            keys, values = (torch.stack(part) for part in zip(*rows, strict=True))
-            heads, maps = [], []
-            for i in range(config.num_attention_heads):
-                shared = i * config.n_kv_heads // config.num_attention_heads
-                scores = q[:, i] @ keys[:, shared].T / math.sqrt(q.shape[-1])
-                maps.append(scores.softmax(-1))
-                heads.append(maps[-1] @ values[:, shared])
-            self.maps.append(torch.stack(maps))
-            x = x + self.linear(torch.cat(heads, -1), out)
+            attended = self.attend(layer, q, k, v, places, memory)
+            x = x + self.linear(attended, out)
             h = self.norm(x, mlp_norm)
             y = self.linear(h, gate)
             x = x + self.linear(y / (1 + torch.exp(-y)) * self.linear(h, up), down)
         x = self.norm(x, final_norm)
         logits = self.linear(x, head if head + ".weight" in weights else embedding)
         return logits / math.sqrt(config.hidden_size) if getattr(config, "scale_logits", False) else logits
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, places: Sequence[int], memory: Memory
+    ) -> Tensor:
+        """`[n, Hq * head_dim]` from queries `[n, Hq, head_dim]`, keys and values `[n, Hkv, head_dim]`."""
+        memory.update({(layer, place): (k[i], v[i]) for i, place in enumerate(places)})
+        rows = [kv for (owner, _), kv in sorted(memory.items(), key=lambda item: item[0]) if owner == layer]
+        keys, values = (torch.stack(part) for part in zip(*rows, strict=True))
+        heads, maps = [], []
+        for i in range(q.shape[1]):
+            shared = i * k.shape[1] // q.shape[1]
+            scores = q[:, i] @ keys[:, shared].T / math.sqrt(q.shape[-1])
+            maps.append(scores.softmax(-1))
+            heads.append(maps[-1] @ values[:, shared])
+        self.maps.append(torch.stack(maps))
+        return torch.cat(heads, -1)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         y = x @ self.weights[name + ".weight"].T
@@ -217,3 +242,31 @@ class PlainModel:
         ).reshape(len(places), 1, head_dim // 2)
         y = torch.complex(x[:, :, 0], x[:, :, 1]) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((y.real, y.imag), -1)
+
+
+class KeysOfEachQuery(PlainModel):
+    """A plain model in which every query has keys of its own, which `seen` gathers.
+
+    `maps` are empty if their numbers differ.
+    """
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, places: Sequence[int], memory: Memory
+    ) -> Tensor:
+        seen = self.seen(layer, [*zip(k, v, strict=True)], places, memory)
+        rows, maps = [], []
+        for query, own in zip(q, seen, strict=True):
+            keys, values = (torch.stack(part) for part in zip(*own, strict=True))  # [L, Hkv, head_dim]
+            keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
+            weights = (torch.einsum("hd,lhd->hl", query, keys) / math.sqrt(q.shape[-1])).softmax(-1)
+            rows.append(torch.einsum("hl,lhd->hd", weights, values).flatten())
+            maps.append(weights)
+        if len({len(own) for own in seen}) == 1:
+            self.maps.append(torch.stack(maps, dim=1))
+        return torch.stack(rows)
+
+    def seen(
+        self, layer: int, rows: Sequence[KeyValue], places: Sequence[int], memory: Memory
+    ) -> list[list[KeyValue]]:
+        """For each query the keys and values that it sees. `rows` are those of this pass, at `places`."""
+        raise NotImplementedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dlmkern import attention
 from dlmkern.graph import bidirectional
 from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, attend, load_model, masked_lm
 from dlmkern.models.masked_lm import MaskedLM
-from tests.models.support import DATA, DREAM, LLADA, Memory, PlainModel, ids
+from tests.models.support import DATA, DREAM, LLADA, Memory, PlainModel, assert_close, ids
 from tests.ops.test_device_rules import Watch
 
 Checkpoint = Callable[..., Path]
@@ -48,19 +48,6 @@ def plain(folder: Path, model: MaskedLM) -> PlainModel:
     return PlainModel(folder, model.config)
 
 
-@pytest.fixture
-def no_cpu_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A version of torch without the kernel that hands out its log-sum-exp."""
-
-    def missing(*_: Any, **__: Any) -> None:
-        raise AttributeError("no such operator")
-
-    monkeypatch.setattr(attention, "_cpu_flash", missing)
-    attention._has_cpu_flash.cache_clear()
-    yield
-    attention._has_cpu_flash.cache_clear()
-
-
 class Recorder(AttentionGraph):
     """Keeps what it gets."""
 
@@ -75,10 +62,6 @@ class Recorder(AttentionGraph):
 
 def every_position(rows: int, length: int) -> Tensor:
     return torch.arange(length).repeat(rows, 1)
-
-
-def assert_close(got: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
 def picked(mean: Tensor, places: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dlmkern.models import load_model
 from dlmkern.models.kv_cache import KVCache
 from dlmkern.models.masked_lm import MaskedLM
-from tests.models.support import DREAM, LLADA, Memory, PlainModel, ids
+from tests.models.support import (
+    DREAM,
+    LLADA,
+    Memory,
+    PlainModel,
+    assert_close,
+    assert_holds,
+    ids,
+    poisoned,
+)
 
 Checkpoint = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -38,22 +46,6 @@ def model(folder: Path) -> MaskedLM:
 @pytest.fixture
 def plain(folder: Path, model: MaskedLM) -> PlainModel:
     return PlainModel(folder, model.config)
-
-
-def assert_close(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
-
-
-def poisoned(model: MaskedLM, rows: int, length: int) -> KVCache:
-    """A cache full of finite numbers that would spoil any sum they get into."""
-    cache = model.new_cache(rows, length)
-    cache.storage.fill_(1e6)
-    return cache
-
-
-def assert_holds(cache: KVCache, row: int, memory: Memory) -> None:
-    for (layer, position), kv in memory.items():
-        assert_close(cache.storage[layer, :, row, :, position], torch.stack(kv))
 
 
 def test_an_empty_cache(model: MaskedLM) -> None:
