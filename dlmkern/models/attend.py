@@ -11,6 +11,7 @@ from torch import Tensor
 import dlmkern.ops  # noqa: F401  # defines the ops
 from dlmkern.attention import attention, attention_with_lse
 from dlmkern.graph import AttentionGraph
+from dlmkern.models import _check
 from dlmkern.models.kv_cache import KVCache
 
 # Without the checks of their public functions: the forward pass has made them.
@@ -114,6 +115,34 @@ class PassAttention:
         return attended, lse
 
 
+def key_mask(
+    batch: int, length: int, attention_mask: Tensor | None, lengths: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Bool `[B, 1, 1, L]`, True where a key is real; None if no key is hidden."""
+    if lengths is not None:
+        if attention_mask is not None:
+            raise ValueError("give either attention_mask or lengths, not both")
+        _check.ids("lengths", lengths, (batch,), 1, length + 1)
+        mask = torch.arange(length, device=lengths.device) < lengths[:, None]
+    elif attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point():
+            got = getattr(attention_mask, "dtype", type(attention_mask).__name__)
+            raise TypeError(f"attention_mask must be a bool or integer tensor, got {got}")
+        if attention_mask.shape != (batch, length):
+            raise ValueError(
+                f"attention_mask must have shape [{batch}, {length}], got {list(attention_mask.shape)}"
+            )
+        mask = attention_mask != 0
+    else:
+        return None
+    if _check.readable(mask):
+        if not mask.any(-1).all():
+            raise ValueError("attention_mask hides every key of a row")
+        if mask.all():
+            return None
+    return mask[:, None, None, :].to(device)
+
+
 def shadow_mask(positions: Tensor, key_mask: Tensor | None, length: int) -> Tensor:
     """Which columns shadow rows at `positions [B, S]` see: bool `[B, 1, S, length + S]`, shadows last.
 
@@ -124,3 +153,34 @@ def shadow_mask(positions: Tensor, key_mask: Tensor | None, length: int) -> Tens
         keys = keys & key_mask[:, 0]
     shadows = (positions >= 0).unsqueeze(1).expand(-1, positions.shape[1], -1)
     return torch.cat((keys, shadows), dim=-1).unsqueeze(1)
+
+
+def columns_of(position_ids: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Where in `position_ids [B, n]` each of `positions [B, M]` is: the last such column, or -1."""
+    batch, n = position_ids.shape
+
+    def place(x: Tensor) -> Tensor:  # what lies in no row goes to one more place, at the end
+        return torch.where((x >= 0) & (x < length), x, length)
+
+    column = torch.full((batch, length + 1), -1, device=position_ids.device)
+    source = torch.arange(n, device=position_ids.device).expand(batch, n)
+    column.scatter_reduce_(1, place(position_ids), source, "amax")
+    column[:, length] = -1
+    return column[: len(positions)].gather(1, place(positions))
+
+
+def places_of_columns(
+    batch: int,
+    n: int,
+    position_ids: Tensor | None,
+    shadow_positions: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Where in its row each column is, shadow rows last: `[n]`, or `[B, 1, n]` where rows differ."""
+    if position_ids is None and shadow_positions is None:
+        return torch.arange(n, device=device)
+    if position_ids is None:
+        position_ids = torch.arange(n, device=device).expand(batch, n)
+    if shadow_positions is not None:
+        position_ids = torch.cat((position_ids, shadow_positions), dim=1)
+    return position_ids.clamp(min=0).unsqueeze(1)

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from dlmkern.graph import AttentionGraph
-from dlmkern.models.attend import PassAttention, shadow_mask
+from dlmkern.models import _check
+from dlmkern.models.attend import PassAttention, columns_of, key_mask, places_of_columns, shadow_mask
 from dlmkern.models.kv_cache import KVCache
 from dlmkern.models.layers import RMSNorm
-from dlmkern.ops._check import is_number
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -153,58 +153,59 @@ class MaskedLM(PreTrainedModel):
             TypeError: an argument is not a tensor of the dtype above.
             ValueError: a shape does not fit, the sequence is too long, or a value on the CPU is out of range.
         """
-        _check_ids("input_ids", input_ids, (None, None), 0, self.config.embedding_size)
+        _check.ids("input_ids", input_ids, (None, None), 0, self.config.embedding_size)
         batch, columns = input_ids.shape
         n = columns
         if shadow_positions is not None:
-            self._check_shadows(shadow_positions, batch, columns)
+            if self.shifted_logits:
+                raise ValueError(
+                    f"shadow_positions: not for {type(self).__name__}, which predicts the token after a position"
+                )
+            _check.shadow_positions(shadow_positions, input_ids)
             n -= shadow_positions.shape[1]
         length = n
         if cache is not None:
-            _check_kind(cache, self._cache_kind())
+            _check.kind(cache, self._cache_kind())
         if position_ids is not None:
             if cache is None or attention_mask is not None or cache_rows is not None:
                 raise ValueError("position_ids needs cache, and neither attention_mask nor cache_rows")
             length = cache.length
-            _check_ids("position_ids", position_ids, (batch, n), -1, length)
+            _check.ids("position_ids", position_ids, (batch, n), -1, length)
         if length > self.config.max_sequence_length:
             name = "input_ids" if position_ids is None else "cache"
             raise ValueError(
                 f"{name}: {length} tokens exceed max_sequence_length = {self.config.max_sequence_length}"
             )
-        _check_cache_size(cache, cache_rows, batch, length)
+        _check.cache_size(cache, cache_rows, batch, length)
         if positions is not None:
-            _check_ids("positions", positions, (batch, None), 0, columns)
+            _check.ids("positions", positions, (batch, None), 0, columns)
         graph_rows = None
         if graph is not None:
-            _check_graph(graph, input_ids, length)
+            _check.graph(graph, input_ids, length)
             if position_ids is not None:
-                graph_rows = _columns(position_ids, graph.positions, length)
-        if not is_number(seed_layers):
-            raise TypeError(f"seed_layers must be a number, got {seed_layers!r}")
-        if not 0 <= seed_layers <= 1:
-            raise ValueError(f"seed_layers must be a share in [0, 1], got {seed_layers!r}")
+                graph_rows = columns_of(position_ids, graph.positions, length)
+        _check.share("seed_layers", seed_layers)
         if seeds is not None:
             if cache is None or attention_mask is not None or shadow_positions is not None:
                 raise ValueError("seeds needs cache, and neither attention_mask nor shadow_positions")
-            _check_seeds(seeds, input_ids)
-            if _readable(seeds) and not seeds.any():
+            _check.seeds(seeds, input_ids)
+            if _check.readable(seeds) and not seeds.any():
                 seeds = None
-        key_mask = _key_mask(batch, length, attention_mask, lengths, input_ids.device)
+        mask = key_mask(batch, length, attention_mask, lengths, input_ids.device)
         visible = None
         if shadow_positions is not None:
-            _check_range("shadow_positions", shadow_positions, -1, length)
-            visible = shadow_mask(shadow_positions, key_mask, length)
+            _check.in_range("shadow_positions", shadow_positions, -1, length)
+            visible = shadow_mask(shadow_positions, mask, length)
         attend = PassAttention(
             n_layers=len(self.blocks),
-            key_mask=key_mask,
+            key_mask=mask,
             lengths=lengths,
             cache=cache,
             cache_rows=cache_rows,
             position_ids=position_ids,
             graph=graph,
             graph_rows=graph_rows,
-            graph_mask=None if key_mask is None or lengths is not None else key_mask[:, 0, 0],
+            graph_mask=None if mask is None or lengths is not None else mask[:, 0, 0],
             seeds=seeds,
             cover_from=int(len(self.blocks) * (1 - seed_layers)),
             shift=int(self.shifted_logits),
@@ -212,7 +213,7 @@ class MaskedLM(PreTrainedModel):
         )
         # Whatever is kept of a pass is kept without its graph.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            rope = self.rope(_places(batch, n, position_ids, shadow_positions, input_ids.device))
+            rope = self.rope(places_of_columns(batch, n, position_ids, shadow_positions, input_ids.device))
             x = self.embed(input_ids)
             for layer, block in enumerate(self.blocks):
                 x = block(x, rope, partial(attend, layer))
@@ -220,16 +221,6 @@ class MaskedLM(PreTrainedModel):
                 x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
             # What transformers calls the type of logits differs between its versions.
             return MaskedLMOutput(logits=cast(Any, self.head(x)))
-
-    def _check_shadows(self, positions: Tensor, batch: int, columns: int) -> None:
-        if self.shifted_logits:
-            raise ValueError(
-                f"shadow_positions: {type(self).__name__} predicts the token after a position, and no row can "
-                "be the shadow of its own"
-            )
-        _check_shape("shadow_positions", positions, (batch, None))
-        if positions.shape[1] > columns:
-            raise ValueError(f"shadow_positions has {positions.shape[1]} columns, input_ids has {columns}")
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -242,132 +233,3 @@ class MaskedLM(PreTrainedModel):
             nn.init.ones_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether the values may be looked at: they are in host memory, and nobody is tracing."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _check_ids(name: str, x: Tensor, shape: tuple[int | None, ...], low: int, stop: int) -> None:
-    """Check an int64 tensor: its dtype, its shape (None stands for any size) and, on the CPU, its range."""
-    _check_shape(name, x, shape)
-    _check_range(name, x, low, stop)
-
-
-def _check_shape(name: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
-    if not isinstance(x, Tensor) or x.dtype != torch.int64:
-        raise TypeError(f"{name} must be an int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-    if x.dim() != len(shape) or any(
-        want not in (None, got) for want, got in zip(shape, x.shape, strict=True)
-    ):
-        expected = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have shape [{expected}], got {list(x.shape)}")
-
-
-def _check_range(name: str, x: Tensor, low: int, stop: int) -> None:
-    if _readable(x) and x.numel() and (x.min() < low or x.max() >= stop):
-        raise ValueError(f"{name} must lie in [{low}, {stop}), got values from {x.min()} to {x.max()}")
-
-
-def _places(
-    batch: int,
-    n: int,
-    position_ids: Tensor | None,
-    shadow_positions: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """Where in its row each column is, shadow rows last: `[n]`, or `[B, 1, n]` where rows differ."""
-    if position_ids is None and shadow_positions is None:
-        return torch.arange(n, device=device)
-    if position_ids is None:
-        position_ids = torch.arange(n, device=device).expand(batch, n)
-    if shadow_positions is not None:
-        position_ids = torch.cat((position_ids, shadow_positions), dim=1)
-    return position_ids.clamp(min=0).unsqueeze(1)
-
-
-def _key_mask(
-    batch: int, length: int, attention_mask: Tensor | None, lengths: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Bool `[B, 1, 1, L]`, True where a key is real; None if no key is hidden."""
-    if lengths is not None:
-        if attention_mask is not None:
-            raise ValueError("give either attention_mask or lengths, not both")
-        _check_ids("lengths", lengths, (batch,), 1, length + 1)
-        mask = torch.arange(length, device=lengths.device) < lengths[:, None]
-    elif attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point():
-            got = getattr(attention_mask, "dtype", type(attention_mask).__name__)
-            raise TypeError(f"attention_mask must be a bool or integer tensor, got {got}")
-        if attention_mask.shape != (batch, length):
-            raise ValueError(
-                f"attention_mask must have shape [{batch}, {length}], got {list(attention_mask.shape)}"
-            )
-        mask = attention_mask != 0
-    else:
-        return None
-    if _readable(mask):
-        if not mask.any(-1).all():
-            raise ValueError("attention_mask hides every key of a row")
-        if mask.all():
-            return None
-    return mask[:, None, None, :].to(device)
-
-
-def _columns(position_ids: Tensor, positions: Tensor, length: int) -> Tensor:
-    """Where in `position_ids [B, n]` each of `positions [B, M]` is: the last such column, or -1."""
-    batch, n = position_ids.shape
-
-    def place(x: Tensor) -> Tensor:  # what lies in no row goes to one more place, at the end
-        return torch.where((x >= 0) & (x < length), x, length)
-
-    column = torch.full((batch, length + 1), -1, device=position_ids.device)
-    source = torch.arange(n, device=position_ids.device).expand(batch, n)
-    column.scatter_reduce_(1, place(position_ids), source, "amax")
-    column[:, length] = -1
-    return column[: len(positions)].gather(1, place(positions))
-
-
-def _check_graph(graph: AttentionGraph, input_ids: Tensor, length: int) -> None:
-    """Check that the graph fits, before anything is written to the cache."""
-    if not isinstance(graph, AttentionGraph):
-        raise TypeError(f"graph must be an AttentionGraph, got {type(graph).__name__}")
-    rows, batch = len(graph.positions), len(input_ids)
-    if rows > batch:
-        raise ValueError(f"graph has {rows} rows of positions, input_ids has {batch} rows")
-    if graph.positions.device != input_ids.device:
-        raise ValueError(f"graph.positions must be on {input_ids.device}, got {graph.positions.device}")
-    _check_ids("graph.positions", graph.positions, (None, None), -1, length)
-
-
-def _check_seeds(seeds: Tensor, input_ids: Tensor) -> None:
-    if not isinstance(seeds, Tensor) or seeds.dtype != torch.bool:
-        raise TypeError(f"seeds must be a bool tensor, got {getattr(seeds, 'dtype', type(seeds).__name__)}")
-    if seeds.shape != input_ids.shape:
-        raise ValueError(f"seeds must have shape {list(input_ids.shape)}, got {list(seeds.shape)}")
-    if seeds.device != input_ids.device:
-        raise ValueError(f"seeds must be on {input_ids.device}, got {seeds.device}")
-
-
-def _check_kind(cache: KVCache, expected: tuple[int, int, int, torch.dtype, torch.device]) -> None:
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
-    if cache.kind != expected:
-        raise ValueError(
-            "cache must be from this model's new_cache, with (layers, heads, head_dim, dtype, device) = "
-            f"{expected}, got {cache.kind}"
-        )
-
-
-def _check_cache_size(cache: KVCache | None, cache_rows: Tensor | None, batch: int, length: int) -> None:
-    if cache is None:
-        if cache_rows is not None:
-            raise ValueError("cache_rows needs cache")
-        return
-    if cache_rows is not None:
-        _check_ids("cache_rows", cache_rows, (batch,), 0, cache.rows)
-    elif cache.rows != batch:
-        raise ValueError(f"cache has {cache.rows} rows, input_ids has {batch}")
-    if length > cache.length:
-        raise ValueError(f"cache holds {cache.length} positions, input_ids has {length}")

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlmkern import attention
 from dlmkern.graph import bidirectional
-from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, attend, load_model, masked_lm
+from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, _check, attend, load_model
 from dlmkern.models.masked_lm import MaskedLM
 from tests.models.support import DATA, DREAM, LLADA, Memory, PlainModel, assert_close, ids
 from tests.ops.test_device_rules import Watch
@@ -207,11 +207,11 @@ def test_a_block_pass_over_nothing_stale_is_the_whole_pass(model: MaskedLM) -> N
 def test_where_positions_are_computed() -> None:
     position_ids = torch.tensor([[4, -1, 2, 4], [-1, 5, 0, -1], [1, 2, 3, 4]])
     positions = torch.tensor([[2, 4, -1, 5], [0, -1, 5, 3]])
-    columns = masked_lm._columns(position_ids, positions, 6)
+    columns = attend.columns_of(position_ids, positions, 6)
     assert columns.tolist() == [[2, 3, -1, -1], [2, -1, 1, -1]]
     # On an accelerator nothing checks these values.
     for shift in (7, -7):
-        columns = masked_lm._columns(position_ids + shift, positions + shift, 6)
+        columns = attend.columns_of(position_ids + shift, positions + shift, 6)
         assert columns.tolist() == [[-1] * 4] * 2
 
 
@@ -403,7 +403,7 @@ def test_the_graph_takes_no_part_in_the_gradient(checkpoint: Checkpoint) -> None
 
 
 def test_no_map_is_made(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_lm, "_readable", lambda _: False)
+    monkeypatch.setattr(_check, "readable", lambda _: False)
     length, heads = 256, LLADA["n_heads"]
     model = load_model(checkpoint(max_sequence_length=length))
     graph = AttentionGraph(every_position(2, 8), 1.0)
