@@ -17,14 +17,24 @@ from dlmkern.decoders.presets import (
     dream,
     factor,
     find_decoder,
+    saber,
     threshold,
     vanilla,
     wino,
 )
-from dlmkern.decoders.revise import WINO, Revision, RevisionRule, Verification
+from dlmkern.decoders.revise import WINO, Revision, RevisionRule, Saber, Verification
 from dlmkern.decoders.revise_cover import COVER
 from dlmkern.decoders.state import Reason
-from dlmkern.decoders.unmask import CAP, Factor, Graph, OnePerStep, Threshold, UnmaskingRule, WideThreshold
+from dlmkern.decoders.unmask import (
+    CAP,
+    Factor,
+    Graph,
+    MeanThreshold,
+    OnePerStep,
+    Threshold,
+    UnmaskingRule,
+    WideThreshold,
+)
 from dlmkern.decoders.unmask_dapd import DAPD
 from dlmkern.decoders.unmask_dream import DreamSchedule
 
@@ -42,12 +52,14 @@ __all__ = [
     "Factor",
     "FixedBlocks",
     "Graph",
+    "MeanThreshold",
     "NoCache",
     "OnePerStep",
     "PrefixCache",
     "Reason",
     "Revision",
     "RevisionRule",
+    "Saber",
     "Threshold",
     "UnmaskingRule",
     "Verification",
@@ -59,6 +71,7 @@ __all__ = [
     "dream",
     "factor",
     "find_decoder",
+    "saber",
     "threshold",
     "vanilla",
     "wino",

@@ -20,6 +20,11 @@ from dlmkern.decoders.state import State
 class BlockSchedule(Protocol):
     """One of the four choices that make a decoder."""
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the rules see in every pass what is predicted beyond the block, not only in one that opens
+        a block."""
+
     def longest(self, gen_length: int) -> int:
         """Upper bound of the block lengths of an answer of `gen_length` tokens."""
 
@@ -70,6 +75,10 @@ class FixedBlocks:
         if not isinstance(self.growing, bool):
             raise ValueError(f"growing must be a bool, got {self.growing!r}")
 
+    @property
+    def looks_ahead(self) -> bool:
+        return self.growing
+
     def longest(self, gen_length: int) -> int:
         return gen_length if self.growing else min(self.block_length, gen_length)
 
@@ -97,6 +106,10 @@ class FixedBlocks:
 @dataclass(frozen=True)
 class WholeSequence:
     """One block, the whole answer."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        return False
 
     def longest(self, gen_length: int) -> int:
         return gen_length
@@ -158,6 +171,10 @@ class DepGABlocks:
         _check.positive_int("topk", self.topk)
         if self.padding not in ("zero", "reflect"):
             raise ValueError(f'padding must be "zero" or "reflect", got {self.padding!r}')
+
+    @property
+    def looks_ahead(self) -> bool:
+        return False
 
     def longest(self, gen_length: int) -> int:
         return min(self.l_max, gen_length)

@@ -103,7 +103,7 @@ class Loop:
         rows, plan = [self.rows[i] for i in group], self.plan
         blocks = plan.decoder.blocks
         opens = any(row.opening for row in rows)
-        if opens:
+        if opens or blocks.looks_ahead:
             # Rows inside a block count as well: what a schedule keeps of their opening pass must not be cut
             # off.
             width = max(blocks.window(row.end - row.block_start) for row in rows)

@@ -8,9 +8,9 @@ from functools import partial
 from dlmkern.decoders.blocks import BlockSchedule, DepGABlocks, FixedBlocks, WholeSequence
 from dlmkern.decoders.cache import Cache
 from dlmkern.decoders.decoder import Decoder
-from dlmkern.decoders.revise import WINO
+from dlmkern.decoders.revise import WINO, Saber
 from dlmkern.decoders.revise_cover import COVER
-from dlmkern.decoders.unmask import CAP, Factor, OnePerStep, Threshold, WideThreshold
+from dlmkern.decoders.unmask import CAP, Factor, MeanThreshold, OnePerStep, Threshold, WideThreshold
 from dlmkern.decoders.unmask_dapd import DAPD
 from dlmkern.decoders.unmask_dream import DreamSchedule
 
@@ -153,6 +153,21 @@ def wino(
     )
 
 
+def saber(
+    block_length: int | None = None,
+    n: int = 2,
+    cache: str | Cache | None = None,
+    *,
+    compat: str | None = None,
+) -> Decoder:
+    """Saber (arXiv:2510.18165); `block_length=None`: one block. See `MeanThreshold` and `Saber`.
+
+    Blocks grow (see `FixedBlocks`): tokens of earlier ones are taken back too.
+    """
+    blocks = WholeSequence() if block_length is None else FixedBlocks(block_length, growing=True)
+    return Decoder(blocks, MeanThreshold(n, compat), Saber(n), cache=cache, compat=compat)
+
+
 def cover(
     tau_draft: float = 0.7,
     tau_replace: float = 0.9,
@@ -210,6 +225,7 @@ PRESETS: dict[str, Callable[..., Decoder]] = {
     "depcap": depcap,
     "dapd": dapd,
     "wino": wino,
+    "saber": saber,
     "cover": cover,
     **{
         f"dapd-{task}": partial(

@@ -126,3 +126,42 @@ class WINO(RevisionRule):
         ).selected
         nothing = torch.zeros_like(remask)
         return Revision(remask, nothing, nothing, (commits,))
+
+
+@dataclass(frozen=True)
+class Saber(RevisionRule):
+    """Saber's backtracking (arXiv:2510.18165): the tokens that have lost most confidence are taken back.
+
+    A step that commits k tokens and leaves a mask in the block masks `min(max(n // 2, ceil(k / 8)), k - 1)`
+    positions again, those of the block where the largest probability has fallen most since the last pass;
+    what the step itself commits counts among them. Before the first pass it counts as 0.
+
+    Args:
+        n: the least number of commits a step of `MeanThreshold`, which goes with it.
+    """
+
+    n: int = 2
+
+    def __post_init__(self) -> None:
+        _check.positive_int("n", self.n)
+
+    def start(self, state: State) -> tuple[Tensor, ...]:
+        return (torch.zeros_like(state.confidence),)  # by position: the largest probability of the last pass
+
+    def revise(
+        self, candidates: Candidates, selection: Selection, verification: Verification, state: State
+    ) -> Revision:
+        (last,) = state.memory
+        scratch = state.ids.shape[1] - 1
+        commits = selection.selected.sum(-1)
+        filled = (candidates.masked & ~selection.selected).sum(-1) == 0
+        count = torch.minimum((commits + 7).div(8, rounding_mode="floor").clamp(min=self.n // 2), commits - 1)
+        place = candidates.position.clamp(max=scratch)
+        remask = ops.confidence_select(
+            confidence=last.gather(1, place) - verification.confidence,
+            mask=candidates.committed | selection.selected,
+            rule="schedule",
+            count=torch.where(filled, 0, count.clamp(min=0)),
+        ).selected
+        nothing = torch.zeros_like(remask)
+        return Revision(remask, nothing, nothing, (last.scatter(1, place, verification.confidence),))

@@ -64,9 +64,10 @@ class State(NamedTuple):
     seed: Tensor
     """int64 `[B]`: key of the row's random numbers."""
     step_map: Tensor
-    """int64 `[B, L + 1]`: index of the forward pass that fixed the position; -1 if none has."""
+    """int64 `[B, L + 1]`: index of the forward pass that committed the token; -1 where there is none."""
     confidence: Tensor
-    """float64 `[B, L + 1]`: probability of the committed token, by that forward pass."""
+    """float64 `[B, L + 1]`: probability of the token when it was committed; NaN if none ever was. It stays
+    where a token is masked again."""
     reason: Tensor
     """int8 `[B, L + 1]`: a `Reason`, or -1."""
     bad_position: Tensor

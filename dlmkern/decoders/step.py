@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlmkern import ops
 from dlmkern.decoders.decoder import Decoder
-from dlmkern.decoders.revise import Verification
+from dlmkern.decoders.revise import Revision, Verification
 from dlmkern.decoders.sampling import (
     TOKEN_STREAM,
     Draw,
@@ -104,7 +104,7 @@ def step(
     position = state.block_start.unsqueeze(1) + offset
     inside = offset < state.block_length.unsqueeze(1)
     scratch = state.ids.shape[1] - 1
-    current = state.ids.gather(1, position.clamp(max=scratch))
+    current = _at(state.ids, position)
     is_mask = current == plan.mask_token_id
     masked = inside & is_mask
     candidates = Candidates(
@@ -116,38 +116,16 @@ def step(
         selection = _first_alone(selection, masked, state)
 
     bad = masked & score.isnan()  # as it is where there is no token
-    target = torch.where(selection.selected, position, scratch)
-    forward = state.nfe.unsqueeze(1)
     before = state
-    state = state._replace(
-        ids=state.ids.scatter(1, target, token),
-        step_map=state.step_map.scatter(1, target, forward.expand_as(target)),
-        confidence=state.confidence.scatter(1, target, confidence),
-        reason=state.reason.scatter(1, target, selection.reason),
-    )
+    state = _write(state, selection.selected, position, token, confidence, selection.reason)
     masks_left = masked & ~selection.selected
     if revise is not None:
         verification = _verification(candidates, stats, without, before, plan)
         revision = revise.revise(candidates, selection, verification, before)
-        late = state.block_step >= revise.patience(state.block_length)
-        remask = revision.remask & ~late.unsqueeze(1)
-        taken, replaced = (torch.where(x, position, scratch) for x in (remask, revision.replace))
-        state = state._replace(
-            ids=state.ids.scatter(1, replaced, verification.token).scatter(1, taken, plan.mask_token_id),
-            step_map=state.step_map.scatter(1, replaced, forward.expand_as(target)).scatter(1, taken, -1),
-            confidence=state.confidence.scatter(1, replaced, verification.confidence)
-            .scatter(1, taken, torch.nan),
-            reason=state.reason.scatter(1, replaced, int(Reason.REPLACED)).scatter(1, taken, -1),
-            revisions=state.revisions + (remask | revision.replace).sum(-1),
-            memory=revision.memory,
-        )  # fmt: skip
+        bad = bad | (verification.present.isnan() & _at(before.seeds, position) & candidates.committed)
+        remask = revision.remask & (state.block_step < revise.patience(state.block_length)).unsqueeze(1)
+        state = _revised(state, revision, remask, verification, position, plan)
         masks_left = masks_left | remask
-        seeds = revision.seeds & masks_left.any(-1, keepdim=True)
-        state = state._replace(
-            seeds=torch.zeros_like(state.seeds).scatter(1, torch.where(seeds, position, scratch), True)
-        )
-        seen = before.seeds.gather(1, position.clamp(max=scratch))
-        bad = bad | (candidates.committed & seen & verification.present.isnan())
 
     block_end = state.block_start + state.block_length
     count = masks_left.sum(-1)
@@ -157,10 +135,49 @@ def step(
         block_start=torch.where(done, blocks.following(block_end, state), state.block_start),
         opening=done,
         masks_left=count,
+        seeds=state.seeds & ~done.unsqueeze(1),
         block_step=state.block_step + 1,
         nfe=state.nfe + 1,
     )
     return state if plan.eos_token_id is None else _end_at_eos(state, plan, plan.eos_token_id)
+
+
+def _at(x: Tensor, position: Tensor) -> Tensor:
+    """What `x [B, L + 1]` holds at these positions, of which those past the end are in no block."""
+    return x.gather(1, position.clamp(max=x.shape[1] - 1))
+
+
+def _write(
+    state: State, where: Tensor, position: Tensor, token: Tensor, confidence: Tensor, reason: Tensor | int
+) -> State:
+    """Commit tokens; `position` and the others are `[B, n]`."""
+    target = torch.where(where, position, state.ids.shape[1] - 1)
+    return state._replace(
+        ids=state.ids.scatter(1, target, token),
+        step_map=state.step_map.scatter(1, target, state.nfe.unsqueeze(1).expand_as(target)),
+        confidence=state.confidence.scatter(1, target, confidence),
+        reason=state.reason.scatter(1, target, reason),
+    )
+
+
+def _revised(
+    state: State, revision: Revision, remask: Tensor, verification: Verification, position: Tensor, plan: Plan
+) -> State:
+    """Replace tokens, mask others again, and note what to verify next."""
+    scratch = state.ids.shape[1] - 1
+    state = _write(
+        state, revision.replace, position, verification.token, verification.confidence, Reason.REPLACED
+    )
+    target = torch.where(remask, position, scratch)
+    seeds = torch.where(revision.seeds & ~remask, position, scratch)
+    return state._replace(
+        ids=state.ids.scatter(1, target, plan.mask_token_id),
+        step_map=state.step_map.scatter(1, target, -1),
+        reason=state.reason.scatter(1, target, -1),
+        revisions=state.revisions + (remask | revision.replace).sum(-1),
+        seeds=torch.zeros_like(state.seeds).scatter(1, seeds, True),
+        memory=revision.memory,
+    )
 
 
 def window_positions(state: State, width: int) -> Tensor:

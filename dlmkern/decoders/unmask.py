@@ -218,6 +218,45 @@ class WideThreshold(UnmaskingRule):
 
 
 @dataclass(frozen=True)
+class MeanThreshold(UnmaskingRule):
+    """Saber's draft (arXiv:2510.18165): all above the mean confidence of what is committed, and the best `n`.
+
+    The mean is over the probabilities that the row's generated tokens had when they were committed; 1 as long
+    as there are none.
+
+    Args:
+        n: the least number of commits a step, as far as there are masks.
+        compat: None, or "official" to keep the confidence of tokens that were masked again in the mean until
+            their positions are committed anew.
+    """
+
+    n: int = 2
+    compat: str | None = None
+
+    def __post_init__(self) -> None:
+        _check.positive_int("n", self.n)
+        _check.compat(self.compat)
+
+    def select(self, candidates: Candidates, state: State, blocks: int | None) -> Selection:
+        counted = ~state.confidence.isnan()
+        if self.compat is None:
+            counted = counted & (state.step_map >= 0)
+        counted = counted[:, :-1]
+        # One after the other, so that padding does not change how the sum is rounded.
+        total = torch.where(counted, state.confidence[:, :-1], 0.0).cumsum(-1)[:, -1]
+        number = counted.sum(-1)
+        mean = torch.where(number > 0, total / number.clamp(min=1), 1.0).unsqueeze(1)
+        sure = candidates.masked & (candidates.confidence > mean)
+        selected = ops.confidence_select(
+            confidence=candidates.confidence,
+            mask=candidates.masked,
+            rule="schedule",
+            count=sure.sum(-1).clamp(min=self.n),
+        ).selected
+        return Selection(selected, torch.where(sure, Reason.THRESHOLD, Reason.FORCED).to(torch.int8))
+
+
+@dataclass(frozen=True)
 class Factor(UnmaskingRule):
     """Fast-dLLM's rule without a threshold (arXiv:2505.22618, section 3.3).
 
