@@ -293,6 +293,38 @@ void run_dapd_select(int dtype, std::int64_t B, std::int64_t M, Layout layout) {
   }
 }
 
+void run_cover(int dtype, std::int64_t B, std::int64_t n) {
+  const auto often = [](double share) { return [=] { return uniform() < share; }; };
+  const auto some = [](double count) { return [=] { return std::floor(uniform() * count); }; };
+  // Few values, so that there are ties.
+  const auto value = [] {
+    const double x = std::floor(uniform() * 20) - 1;
+    return x == 18 ? NAN : x == 17 ? INFINITY : x;
+  };
+  const Tensor uncertainty = std::move(Tensor(dtype, {B, n}, {2, 1, 1}).fill(value));
+  const Tensor influence = std::move(Tensor(DLMKERN_FLOAT64, {B, n}).fill(value));
+  const Tensor drift = std::move(Tensor(dtype, {B, n}, {1, 3, 0}).fill(value));
+  const Tensor eligible = std::move(Tensor(DLMKERN_BOOL, {B, n}, {3, 0, 1}).fill(often(0.8)));
+  const Tensor most = std::move(Tensor(DLMKERN_INT64, {B}, {2, 0, 0}).fill(some(10)));
+  const Tensor seeds(DLMKERN_BOOL, {B, n}, {2, 0, 0}), score(DLMKERN_FLOAT64, {B, n}, {1, 2, 1});
+  for (const int additive : {0, 1}) {
+    for (const int above_mean : {0, 1}) {
+      const dlmkern_view* const given = additive == 0 ? static_cast<const dlmkern_view*>(influence) : nullptr;
+      check("cover_seeds", dlmkern_cuda_cover_seeds(uncertainty, given, drift, eligible, most, additive,
+                                                    above_mean, seeds, score, nullptr));
+      seeds.add_to_hash();
+      score.add_to_hash();
+    }
+  }
+  const Tensor token = std::move(Tensor(DLMKERN_INT64, {B, n}, {2, 1, 0}).fill(some(3)));
+  const Tensor predicted = std::move(Tensor(DLMKERN_INT64, {B, n}).fill(some(3)));
+  const Tensor remasks = std::move(Tensor(DLMKERN_INT64, {B, n}, {3, 0, 0}).fill(some(2)));
+  const Tensor verdict(DLMKERN_INT64, {B, n}, {2, 0, 1});
+  check("cover_verify", dlmkern_cuda_cover_verify(uncertainty, token, predicted, eligible, remasks, 9.0, 1,
+                                                  verdict, nullptr));
+  verdict.add_to_hash();
+}
+
 struct CacheShape {
   std::int64_t B, H, L, n, d;
 };
@@ -321,6 +353,38 @@ void run_kv_block_write(int dtype, CacheShape shape, Layout layout) {
     check("kv_block_write",
           dlmkern_cuda_kv_block_write(k_cache, v_cache, v, k, positions, cos, sin, compared, nullptr));
     for (const Tensor* output : {&k_cache, &v_cache, &drift}) output->add_to_hash();
+  }
+}
+
+// Several rows may be at the same place, some at none. There are two key heads.
+void run_diagonal_correction(int dtype, CacheShape shape, Layout layout) {
+  const auto [B, heads, L, n, d] = shape;
+  const auto value = [] { return uniform() - 0.5; };
+  const auto some = [&](int of, std::vector<std::int64_t> sizes) {
+    return std::move(Tensor(of, std::move(sizes), layout).fill(value));
+  };
+  const int real = dtype == DLMKERN_FLOAT64 ? DLMKERN_FLOAT64 : DLMKERN_FLOAT32;
+  const Tensor out = some(dtype, {B, heads, n, d}), q = some(dtype, {B, heads, n, d});
+  const Tensor k = some(dtype, {B, 2, n, d}), v = some(dtype, {B, 2, n, d});
+  const Tensor k_cached = some(dtype, {B, 2, L, d}), v_cached = some(dtype, {B, 2, L, d});
+  const Tensor lse = some(real, {B, heads, n});
+  const Tensor seeds =
+      std::move(Tensor(DLMKERN_BOOL, {B, n}, {2, 1, 1}).fill([] { return uniform() < 0.6; }));
+  const Tensor lengths =
+      std::move(Tensor(DLMKERN_INT64, {B}).fill([&] { return std::floor(uniform() * (L + 4)) - 1; }));
+  const Tensor positions = std::move(
+      Tensor(DLMKERN_INT64, {B, n}, {2, 0, 0}).fill([&] { return std::floor(uniform() * (L + 2)) - 1; }));
+  for (const double recompute_below : {0.0, 0.9, static_cast<double>(INFINITY)}) {
+    for (const int shift : {0, 1}) {
+      const bool placed = shift == 1 || L != n;
+      check("diagonal_correction",
+            dlmkern_cuda_diagonal_correction(out, lse, q, k, v, k_cached, v_cached, seeds,
+                                             shift == 0 ? static_cast<const dlmkern_view*>(lengths) : nullptr,
+                                             placed ? static_cast<const dlmkern_view*>(positions) : nullptr,
+                                             shift, 0.7, recompute_below, nullptr));
+      out.add_to_hash();
+      lse.add_to_hash();
+    }
   }
 }
 
@@ -370,6 +434,22 @@ int main(int argc, char** argv) {
       run_kv_block_write(dtype, empty, kLayouts[0]);
     }
   }
+  for (const int dtype : {DLMKERN_FLOAT64, DLMKERN_FLOAT32}) {
+    for (const std::int64_t n : {0, 1, 2, 31, 64, 65}) run_cover(dtype, 2, n);
+    run_cover(dtype, 0, 3);
+    run_cover(dtype, 1, 1100);  // several positions a thread
+  }
+  for (const int dtype : {DLMKERN_FLOAT64, DLMKERN_FLOAT32, DLMKERN_BFLOAT16, DLMKERN_FLOAT16}) {
+    for (const Layout& each : kLayouts) {
+      if (each.gap < 100) run_diagonal_correction(dtype, {2, 4, 5, 5, 6}, each);
+    }
+    run_diagonal_correction(dtype, {1, 2, 70, 3, 130}, kLayouts[0]);  // a second walk over the keys
+    for (const CacheShape& empty : {CacheShape{0, 2, 3, 2, 4}, CacheShape{2, 0, 3, 2, 4},
+                                    CacheShape{2, 2, 0, 2, 4}, CacheShape{2, 2, 3, 0, 4}}) {
+      run_diagonal_correction(dtype, empty, kLayouts[0]);
+    }
+  }
+  run_diagonal_correction(DLMKERN_FLOAT32, {1, 2, 2, 260, 1}, kLayouts[0]);  // several blocks a head
   std::printf("%016llx\n", static_cast<unsigned long long>(hash));
   return EXIT_SUCCESS;
 }
