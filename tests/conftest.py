@@ -98,14 +98,16 @@ def backend(
 ) -> Iterator[str]:
     """Runs the test on this backend, with outputs and scratch memory full of garbage before the kernel runs.
 
-    The module of the test names its op as OP.
+    The module of the test names its op as OP. A test that is told the `dtype` of its tensors is skipped where
+    the backend does not take it.
     """
     name: str = request.param
     if name == "cuda" and device.type == "cpu":
         os.environ["DLMKERN_EMULATED_MODULE"] = str(emulated_module())
     try:
         with dlmkern.use_backend(name):
-            registry.resolve(request.module.OP, device, torch.float32)
+            dtype = request.node.callspec.params.get("dtype", torch.float32)
+            registry.resolve(request.module.OP, device, dtype)
     except dlmkern.BackendUnavailableError as error:
         pytest.skip(str(error))
     for path, module in list(sys.modules.items()):
@@ -153,14 +155,21 @@ def emulated_module() -> Path:
 
 
 class PoisonedTorch(ModuleType):
-    """torch, but ``empty`` gives memory that is not zero by chance."""
+    """torch, but ``empty`` and ``empty_like`` give memory that is not zero by chance."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     @staticmethod
     def empty(*size: Any, **options: Any) -> torch.Tensor:
-        x = torch.empty(*size, **options)
+        return PoisonedTorch.poisoned(torch.empty(*size, **options))
+
+    @staticmethod
+    def empty_like(*like: Any, **options: Any) -> torch.Tensor:
+        return PoisonedTorch.poisoned(torch.empty_like(*like, **options))
+
+    @staticmethod
+    def poisoned(x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.bool:
             return x.copy_(torch.randint(2, x.shape, device=x.device))
         return x.fill_(torch.nan if x.is_floating_point() else 0x5A)

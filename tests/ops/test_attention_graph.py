@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dlmkern
-from dlmkern.backends import registry
 from tests.ops.support import DTYPES, assert_close, assert_same, opcheck, ulp
 
 OP = "attention_graph"
@@ -24,17 +23,6 @@ SHAPES = (  # B, Hq, Hkv, n, L, d, M; rows of q where n differs from L
     (2, 3, 3, 70, 70, 20, 8),
     (3, 2, 2, 5, 17, 8, 5),
 )
-
-
-@pytest.fixture(autouse=True)
-def _dtype_is_served(request: pytest.FixtureRequest) -> None:
-    """Skips what the backend refuses, with its own reason."""
-    if {"backend", "dtype", "device"} <= set(request.fixturenames):
-        request.getfixturevalue("backend")
-        try:
-            registry.resolve(OP, request.getfixturevalue("device"), request.getfixturevalue("dtype"))
-        except dlmkern.BackendUnavailableError as error:
-            pytest.skip(str(error))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import dlmkern
-from dlmkern.backends import registry
 from tests.ops.support import DTYPES, assert_close, assert_same, opcheck, ulp
 
 OP = "block_attention"
@@ -23,17 +22,6 @@ SHAPES = (  # B, Hq, Hkv, n, L, d
     (1, 6, 1, 33, 70, 32),
     (2, 3, 3, 2, 130, 20),
 )
-
-
-@pytest.fixture(autouse=True)
-def _dtype_is_served(request: pytest.FixtureRequest) -> None:
-    """Skips what the backend refuses, with its own reason."""
-    if {"backend", "dtype", "device"} <= set(request.fixturenames):
-        request.getfixturevalue("backend")
-        try:
-            registry.resolve(OP, request.getfixturevalue("device"), request.getfixturevalue("dtype"))
-        except dlmkern.BackendUnavailableError as error:
-            pytest.skip(str(error))
 
 
 def random_case(
