@@ -158,8 +158,9 @@ class MaskedLM(PreTrainedModel):
         n = columns
         if shadow_positions is not None:
             if self.shifted_logits:
+                name = type(self).__name__
                 raise ValueError(
-                    f"shadow_positions: not for {type(self).__name__}, which predicts the token after a position"
+                    f"shadow_positions: not for {name}, which predicts the token after a position"
                 )
             _check.shadow_positions(shadow_positions, input_ids)
             n -= shadow_positions.shape[1]
