@@ -44,8 +44,9 @@ def agree(result: Any, expected: Any) -> bool:
         return all(agree(a, b) for a, b in zip(result, expected, strict=True))
     if result is None or not result.is_floating_point():
         return result is expected or torch.equal(result, expected)
-    relative = max(1e-4, 2 * torch.finfo(expected.dtype).eps)
-    return torch.allclose(result.double(), expected.double(), rtol=relative, atol=1e-5, equal_nan=True)
+    rounding = 2 * torch.finfo(expected.dtype).eps  # of results and, in attention, of what they are sums of
+    relative, absolute = max(1e-4, rounding), max(1e-5, rounding)
+    return torch.allclose(result.double(), expected.double(), rtol=relative, atol=absolute, equal_nan=True)
 
 
 def backends(case: Case, device: torch.device) -> list[str]:

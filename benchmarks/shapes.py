@@ -3,8 +3,10 @@
 ``python -m benchmarks.shapes cuda`` names the backend; the tensors are on the GPU, or on the CPU for "cpu".
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +89,37 @@ def op_calls(
         lambda: dlmkern.dapd_select(
             scores, stats.confidence, token % 5 != 0, 0.6, variant="direct", certain=0.3, symmetric=True
         ),
+    )
+    seeds = token % 3 == 0
+    keys, cached = block[:, :1], cache[:, :1, :n]
+    yield "cover_attention", lambda: dlmkern.cover_attention(block, keys, keys, cached, cached, seeds)
+    yield (
+        "cover_attention",
+        lambda: dlmkern.cover_attention(
+            block, keys, keys, cached, cached, seeds, lengths.clamp(max=n) - 1, shift=1
+        ),
+    )
+    with dlmkern.use_backend("reference"):
+        shown = dlmkern.block_attention(block, keys, cached)
+
+    def correct(recompute_below: float) -> dlmkern.CoverAttention:
+        return dlmkern.diagonal_correction(
+            *(*shown, block, keys, keys, cache[:, :1], cache[:, 1:], seeds, lengths),
+            positions=positions.masked_fill(positions % 7 == 5, -1),
+            shift=1,
+            recompute_below=recompute_below,
+        )
+
+    yield "diagonal_correction", partial(correct, 0.5)
+    yield "diagonal_correction", partial(correct, math.inf)
+    yield "cover_seeds", lambda: dlmkern.cover_seeds(1 - stats.confidence, stats.entropy, scores[:, 0], seeds)
+    yield (
+        "cover_seeds",
+        lambda: dlmkern.cover_seeds(stats.entropy, combine="sum", suspects="above_mean", most=3),
+    )
+    yield (
+        "cover_verify",
+        lambda: dlmkern.cover_verify(token, token % 2, stats.confidence, seeds, token % 3, tau_replace=0.3),
     )
 
 

@@ -53,6 +53,8 @@ def calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     conflict = dlmkern.conflict_matrix(x) > -8
     now, before = dlmkern.topk_snapshot(x, 4), dlmkern.topk_snapshot(y, 4)
     numbers = torch.tensor([0.3, 0.5])
+    queries, keys, ends = x[:, None], y[:, None], torch.tensor([3, 5])
+    seeded = queries, keys, keys, queries, queries, mask
     return [
         (dlmkern.token_stats, (x, y), {"prev_rows": rows, "banned_token": 3}),
         (dlmkern.token_stats, (x,), {"out_dtype": torch.float64}),
@@ -66,15 +68,26 @@ def calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (dlmkern.depga_block, (x[..., 0].abs(), y[..., 0].abs(), torch.tensor([5, 9])), {"l_min": 1}),
         (dlmkern.confidence_select, (x, mask), {"tau": numbers}),
         (dlmkern.confidence_select, (), {"confidence": stats.confidence, "rule": "schedule", "count": 2}),
-        (dlmkern.block_attention, (x[:, None], y[:, None], y[:, None], torch.tensor([3, 5])), {}),
-        (dlmkern.attention_graph, (x[:, None], y[:, None], rows % 5, torch.tensor([3, 5])), {}),
+        (dlmkern.block_attention, (queries, keys, keys, ends), {}),
+        (dlmkern.attention_graph, (queries, keys, rows % 5, ends), {}),
         (
             dlmkern.attention_graph,
-            (x[:, None], y[:, None], rows % 5),
-            {"rows": rows % 4, "lengths": torch.tensor([3, 5]), "lse": stats.logsumexp[:, None]},
+            (queries, keys, rows % 5),
+            {"rows": rows % 4, "lengths": ends, "lse": stats.logsumexp[:, None]},
         ),
         (dlmkern.dapd_select, (conflict.float(), stats.confidence, mask, numbers), {"progress": numbers}),
         (dlmkern.dapd_select, (y[..., :5], stats.confidence, None, 0.1), {"variant": "direct"}),
+        (dlmkern.cover_attention, (*seeded, ends), {"shift": 1}),
+        (dlmkern.diagonal_correction, (*dlmkern.block_attention(queries, keys, keys), *seeded, ends), {}),
+        (
+            dlmkern.diagonal_correction,
+            (queries, 9 + stats.logsumexp[:, None], *seeded),
+            {"positions": rows % 5},
+        ),
+        (dlmkern.cover_seeds, (1 - stats.confidence, stats.entropy, stats.confidence, mask), {"most": 2}),
+        (dlmkern.cover_seeds, (stats.entropy,), {"most": torch.tensor([1, 3]), "combine": "sum"}),
+        (dlmkern.cover_verify, (stats.token, rows, stats.confidence, mask, rows % 2), {"tau_replace": 0.5}),
+        (dlmkern.cover_verify, (rows[0], stats.token[0], stats.confidence[0], mask[0]), {}),
     ]
 
 

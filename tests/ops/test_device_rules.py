@@ -52,6 +52,7 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
     ids = torch.zeros((B, N, K), dtype=torch.int64, device=device)
     cache, table = torch.zeros((B, 2, 9, 4), device=device), torch.zeros((9, 4), device=device)
     block, graph = cache[:, :, :N], torch.zeros((B, N, N), device=device)
+    fresh = block, block, block
     return {
         "token_stats": (logits, logits, tokens, 3, torch.float32),
         "conflict_matrix": (logits, tokens, statistics),
@@ -65,6 +66,13 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
         "block_attention": (block, cache[:, :1], cache[:, 1:], counts, 0.5),
         "attention_graph": (block, cache[:, :1], tokens, tokens, counts, block[..., 0], 0.5, graph),
         "dapd_select": (graph, statistics, flags, numbers, numbers, numbers, True),
+        "cover_attention": (*fresh, block, block, flags, counts, 1, 0.5),
+        "diagonal_correction": (
+            *(block.clone(), block[..., 0].clone(), *fresh, cache, cache),
+            *(flags, counts, tokens, 1, 0.5, 0.5),
+        ),
+        "cover_seeds": (statistics, statistics, statistics, flags, counts, False, True),
+        "cover_verify": (statistics, tokens, tokens, flags, tokens, 0.9, 1),
     }
 
 
@@ -75,7 +83,7 @@ def test_reference_never_waits_for_the_device(op: str) -> None:
         with Watch():
             results = getattr(reference, op)(*taken)
         if results is None:
-            results = taken[-1]  # what it has written to
+            results = tuple(x for x in taken if isinstance(x, Tensor))  # it has written to some of them
         for result in results if isinstance(results, tuple) else (results,):
             assert result.device.type == FAKE
             assert result.fake_mode is mode
@@ -130,6 +138,26 @@ def public_calls() -> dict[str, Callable[[], Any]]:
         ),
         "dapd_select, late": lambda: dlmkern.dapd_select(
             scores(), rows(FAKE), None, 0.1, progress=numbers(), late_graph=False
+        ),
+        "cover_attention": lambda: dlmkern.cover_attention(
+            *[cache(N)] * 5, rows(FAKE, torch.bool), numbers(counts), shift=1
+        ),
+        "diagonal_correction": lambda: dlmkern.diagonal_correction(
+            cache(N), cache(N)[..., 0], *[cache(N)] * 5, rows(FAKE, torch.bool)
+        ),
+        "diagonal_correction of a block": lambda: dlmkern.diagonal_correction(
+            *(cache(N), cache(N)[..., 0], *[cache(N)] * 3, cache(), cache(), rows(FAKE, torch.bool)),
+            lengths=numbers(counts),
+            positions=rows(FAKE, counts),
+        ),
+        "cover_seeds": lambda: dlmkern.cover_seeds(
+            rows(FAKE), rows(FAKE), rows(FAKE), rows(FAKE, torch.bool)
+        ),
+        "cover_seeds by row": lambda: dlmkern.cover_seeds(
+            rows(FAKE), None, rows(FAKE), combine="sum", suspects="above_mean", most=numbers(counts)
+        ),
+        "cover_verify": lambda: dlmkern.cover_verify(
+            rows(FAKE, counts), rows(FAKE, counts), rows(FAKE), rows(FAKE, torch.bool)
         ),
     }
 
