@@ -165,6 +165,25 @@ void select_by_graph(int dtype, int64_t B, int64_t M, double special) {
   }
 }
 
+void revise(int dtype, int64_t B, int64_t n, double special) {
+  Tensor uncertainty(dtype, {B, n}, 1), influence(dtype, {B, n}, 1), drift(DLMKERN_FLOAT64, {B, n}, 1);
+  Tensor eligible(DLMKERN_BOOL, {B, n}), most(DLMKERN_INT64, {B}, 1);
+  Tensor seeds(DLMKERN_BOOL, {B, n}), score(DLMKERN_FLOAT64, {B, n}, 1);
+  uncertainty.fill(special), influence.fill(special), drift.fill(special), eligible.fill(0), most.tokens(n);
+  for (const int additive : {0, 1}) {
+    for (const int above_mean : {0, 1}) {
+      expect_ok(dlmkern_cpu_cover_seeds(uncertainty, influence, drift, eligible, most, additive, above_mean,
+                                        seeds, score));
+      expect_ok(dlmkern_cpu_cover_seeds(uncertainty, nullptr, nullptr, nullptr, most, additive, above_mean,
+                                        seeds, score));
+    }
+  }
+  Tensor token(DLMKERN_INT64, {B, n}, 1), predicted(DLMKERN_INT64, {B, n}, 1);
+  Tensor remasks(DLMKERN_INT64, {B, n}, 1), verdict(DLMKERN_INT64, {B, n}, 1);
+  token.tokens(1), predicted.tokens(1), remasks.tokens(1);
+  expect_ok(dlmkern_cpu_cover_verify(uncertainty, token, predicted, eligible, remasks, INFINITY, 1, verdict));
+}
+
 void write_cache(int dtype, int64_t B, int64_t n, double special) {
   const int64_t H = 3, L = n / 2 + 1;
   for (const int64_t d : {0, 1, 2, 6, 18}) {
@@ -214,6 +233,7 @@ int main() {
           if (dtype > DLMKERN_FLOAT32) continue;
           select_by_confidence(dtype, 2, n, special);
           select_by_graph(dtype, 2, n, special);
+          revise(dtype, 2, n, special);
         }
       }
     }

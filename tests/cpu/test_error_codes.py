@@ -81,6 +81,20 @@ FUNCTIONS: dict[str, tuple[Callable[[], list[Any]], set[int], set[int]]] = {
         {7},
         {2},
     ),
+    "cpu_cover_seeds": (
+        lambda: [
+            *(floats(B, N), floats(B, N), floats(B, N), bools(B, N), ints(B)),
+            *(0, 0),
+            *(bools(B, N), floats(B, N)),
+        ],
+        {7, 8},
+        {1, 2, 3},
+    ),
+    "cpu_cover_verify": (
+        lambda: [floats(B, N), ints(B, N), ints(B, N), bools(B, N), ints(B, N), 0.9, 1, ints(B, N)],
+        {7},
+        set(),
+    ),
     "cpu_kv_block_write": (
         lambda: [
             *(floats(B, HEADS, LENGTH, SIZE), floats(B, HEADS, LENGTH, SIZE)),
@@ -149,7 +163,14 @@ def test_every_tensor_is_checked(library: Library, name: str, position: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "position"), [("cpu_cap_select", 7), ("cpu_depga_block", 6), ("cpu_dapd_select", 6)]
+    ("name", "position"),
+    [
+        ("cpu_cap_select", 7),
+        ("cpu_depga_block", 6),
+        ("cpu_dapd_select", 6),
+        ("cpu_cover_seeds", 5),
+        ("cpu_cover_seeds", 6),
+    ],
 )
 def test_flags(library: Library, name: str, position: int) -> None:
     arguments = FUNCTIONS[name][0]()
@@ -176,6 +197,13 @@ def test_rules(library: Library, rule: int) -> None:
     arguments = FUNCTIONS["cpu_confidence_select"][0]()
     arguments[3] = rule
     assert library.call("cpu_confidence_select", *arguments) == VALUE
+
+
+@pytest.mark.parametrize(("position", "value"), [(5, float("nan")), (6, -1)])
+def test_bounds_of_a_verdict(library: Library, position: int, value: float) -> None:
+    arguments = FUNCTIONS["cpu_cover_verify"][0]()
+    arguments[position] = value
+    assert library.call("cpu_cover_verify", *arguments) == VALUE
 
 
 def test_rotary_tables(library: Library) -> None:
