@@ -174,4 +174,6 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   bind_on_stream<V, V, V, V, V, int, int, V, V>(m, "cuda_cover_seeds", dlmkern_cuda_cover_seeds);
   bind_on_stream<V, V, V, V, V, double, int64_t, V>(m, "cuda_cover_verify", dlmkern_cuda_cover_verify);
   bind_on_stream<V, V, V, V, V, V, V, V>(m, "cuda_kv_block_write", dlmkern_cuda_kv_block_write);
+  bind_on_stream<V, V, V, V, V, V, V, V, V, V, int, double, double>(m, "cuda_diagonal_correction",
+                                                                    dlmkern_cuda_diagonal_correction);
 }
