@@ -1,15 +1,11 @@
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 #include <limits>
-#include <memory>
-#include <new>
 #include <type_traits>
 #include <vector>
 
 #include "check.h"
-#include "isa.h"
-#include "parallel.h"
+#include "score_tiles.h"
 #include "tensor.h"
 
 // A matrix product whose scores never reach main memory. The keys of some heads are packed into panels; then
@@ -21,15 +17,8 @@
 namespace dlmkern {
 namespace {
 
-// A multiple of every instruction set's rows. That many queries and a panel of keys fit in the first cache.
-constexpr int64_t kTileRows = 36;
-constexpr int64_t kBlockPanels = 16;       // of keys, whose scores are joined to the sums at once
 constexpr int64_t kPackedBytes = 4 << 20;  // about so many of keys are packed at once
-constexpr int64_t kLineBytes = 64;         // of a cache
-constexpr double kParallelProducts = 64 * kParallelWork;  // fewer are left to one thread
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 int64_t size_of(const std::vector<int64_t>& list) { return static_cast<int64_t>(list.size()); }
 
 struct Arguments {
@@ -37,31 +26,6 @@ struct Arguments {
   const dlmkern_view *rows, *lengths, *lse;
   double scale;
   const dlmkern_view& out;
-};
-
-// What keys of type T are computed in: double for double, float for the others.
-template <class T>
-using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// Uninitialised numbers that begin a cache line.
-template <class Scalar>
-class Scratch {
- public:
-  void allocate(std::initializer_list<int64_t> shape) {
-    int64_t bytes = sizeof(Scalar);
-    for (const int64_t size : shape) {
-      if (__builtin_mul_overflow(bytes, size, &bytes)) throw std::bad_alloc();
-    }
-    data_.reset(static_cast<Scalar*>(operator new(static_cast<size_t>(bytes), kAlignment)));
-  }
-  Scalar* operator+(int64_t offset) const { return data_.get() + offset; }
-
- private:
-  static constexpr std::align_val_t kAlignment{kLineBytes};
-  struct Free {
-    void operator()(Scalar* data) const { operator delete(data, kAlignment); }
-  };
-  std::unique_ptr<Scalar, Free> data_;
 };
 
 // What of a sequence is not padding.
@@ -107,15 +71,6 @@ class Selection {
 
   std::vector<int64_t> column_of_;  // every place's, -1 for none
 };
-
-template <class T>
-Wide<T> widen(T value) {
-  if constexpr (std::is_same_v<T, double>) {
-    return value;
-  } else {
-    return to_float(value);
-  }
-}
 
 // Fills a panel with the first rows of a matrix that `rows` names, times `scale`, and with zeros. Meanwhile
 // those of the next panel are asked for: they are too short and too scattered for the processor to foresee.
@@ -305,15 +260,6 @@ int check(const dlmkern_view* q, const dlmkern_view* k, const dlmkern_view* posi
   return check_output(out, arithmetic, {B, M, M});
 }
 
-template <class Scalar>
-const ScoreKernels<Scalar>& kernels() {
-  if constexpr (std::is_same_v<Scalar, double>) {
-    return score_kernels().float64;
-  } else {
-    return score_kernels().float32;
-  }
-}
-
 }  // namespace
 }  // namespace dlmkern
 
@@ -331,7 +277,7 @@ extern "C" int dlmkern_cpu_attention_graph(const dlmkern_view* q, const dlmkern_
     const Arguments arguments{*q, *k, *positions, rows, lengths, lse, scale, *out};
     with_float_type(q->dtype, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
-      AttentionGraph<T> graph(arguments, kernels<Wide<T>>());
+      AttentionGraph<T> graph(arguments, score_kernels_of<Wide<T>>());
       for (int64_t b = 0; b < B; ++b) graph.add_sequence(b);
     });
     return DLMKERN_OK;

@@ -26,19 +26,6 @@ void write_row(T* row, int64_t stride, int64_t size, const T* values) {
   }
 }
 
-// What keys of type T are turned in: double for double, float for the others.
-template <class T>
-using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-template <class T>
-T rounded(Wide<T> value) {
-  if constexpr (std::is_same_v<T, double>) {
-    return value;
-  } else {
-    return round_to<T>(value);
-  }
-}
-
 // Turns a key: element j pairs with j + size / 2.
 template <class T>
 void rotate(const T* x, const Wide<T>* cos, const Wide<T>* sin, int64_t size, T* __restrict y) {

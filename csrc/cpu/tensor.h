@@ -15,6 +15,28 @@ double to_double(T value) {
   return static_cast<double>(to_float(value));
 }
 
+// What numbers of type T are computed in: double for double, float for the others.
+template <class T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <class T>
+Wide<T> widen(T value) {
+  if constexpr (std::is_same_v<T, double>) {
+    return value;
+  } else {
+    return to_float(value);
+  }
+}
+
+template <class T>
+T rounded(Wide<T> value) {
+  if constexpr (std::is_same_v<T, double>) {
+    return value;
+  } else {
+    return round_to<T>(value);
+  }
+}
+
 template <class T>
 T load(const T* address) {
   T value;

@@ -154,6 +154,8 @@ PYBIND11_MODULE(DLMKERN_MODULE, m) {
   bind<V, V, V, V, V, double, int64_t, V>(m, "cpu_cover_verify", dlmkern_cpu_cover_verify);
   bind<V, V, V, V, V, V, V, V>(m, "cpu_kv_block_write", dlmkern_cpu_kv_block_write);
   bind<V, V, V, V, V, V, double, V>(m, "cpu_attention_graph", dlmkern_cpu_attention_graph);
+  bind<V, V, V, V, V, V, V, V, V, V, int, double, double>(m, "cpu_diagonal_correction",
+                                                          dlmkern_cpu_diagonal_correction);
 
   m.def("cuda_token_stats_workspace", &dlmkern_cuda_token_stats_workspace);
   m.def("cuda_conflict_matrix_workspace", &dlmkern_cuda_conflict_matrix_workspace);

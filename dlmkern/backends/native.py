@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlmkern import reference
+from dlmkern.attention import attention_with_lse
+
 View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 DTYPE_CODE = {
@@ -26,6 +29,8 @@ DTYPE_CODE = {
     torch.bool: 5,
 }
 ALIGNMENT = 256  # of the scratch memory, in bytes
+# cover_attention corrects no row by a division by less, which would magnify errors; these are computed anew.
+RECOMPUTE_BELOW = 0.9
 
 
 def view(tensor: Tensor) -> View:
@@ -350,6 +355,89 @@ class Kernels:
             view(out),
         )
 
+    def diagonal_correction(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cached: Tensor,
+        v_cached: Tensor,
+        seeds: Tensor,
+        lengths: Tensor | None,
+        positions: Tensor | None,
+        shift: int,
+        scale: float,
+        recompute_below: float,
+    ) -> None:
+        self.call(
+            "diagonal_correction",
+            q,
+            None,
+            view(out),
+            view(lse),
+            view(q),
+            view(k),
+            view(v),
+            view(k_cached),
+            view(v_cached),
+            view(seeds),
+            optional_view(lengths),
+            optional_view(positions),
+            shift,
+            scale,
+            recompute_below,
+        )
+
+
+class CpuKernels(Kernels):
+    def cover_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cached: Tensor,
+        v_cached: Tensor,
+        seeds: Tensor,
+        lengths: Tensor | None,
+        shift: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """torch's attention over the keys that all queries see, corrected; the reference's where that hands
+        out no log-sum-exp."""
+        arguments = (q, k, v, k_cached, v_cached, seeds, lengths, shift, scale)
+        if q.numel() == 0:
+            return reference.cover_attention(*arguments)
+        beyond = None
+        if lengths is not None and bool((lengths < k.shape[2]).any()):
+            beyond = torch.arange(k.shape[2]) >= lengths[:, None]
+        keys, values = (_seen_by_all(*x, seeds, beyond) for x in ((k, k_cached), (v, v_cached)))
+        key_mask = None if beyond is None else ~beyond[:, None, None, :]
+        out, lse = attention_with_lse(q, keys, values, key_mask, scale)
+        if lse is None:
+            return reference.cover_attention(*arguments)
+        out = out.contiguous()
+        if lengths is not None:
+            nothing = lengths <= 0
+            out[nothing], lse[nothing] = 0.0, -torch.inf
+        self.diagonal_correction(
+            out, lse, q, k, v, k_cached, v_cached, seeds, lengths, None, shift, scale, RECOMPUTE_BELOW
+        )
+        return out, lse
+
+
+def _seen_by_all(fresh: Tensor, cached: Tensor, seeds: Tensor, beyond: Tensor | None) -> Tensor:
+    """Keys or values `[B, H, L, d]`: those of seeds from the cache, and zeros `beyond` the lengths."""
+    batch, place = seeds.nonzero(as_tuple=True)
+    if beyond is None and len(place) == 0:
+        return fresh
+    seen = fresh.clone()
+    seen[batch, :, place] = cached[batch, :, place]
+    if beyond is not None:
+        seen.masked_fill_(beyond[:, None, :, None], 0.0)  # a NaN would spread whatever its weight
+    return seen
+
 
 class CudaKernels(Kernels):
     def call(self, op: str, tensor: Tensor, sizes: tuple[int, ...] | None, *args: Any) -> None:
@@ -379,12 +467,13 @@ def load(backend: str, op: str, device: str) -> Callable[..., Any]:
     elif device != backend:
         raise ImportError(f"the tensors are on {device!r}")
     elif backend == "cpu":
-        kernels = Kernels(_compiled(), "cpu_")
+        kernels = CpuKernels(_compiled(), "cpu_")
     else:
         kernels = CudaKernels(_compiled(), "cuda_")
         if not kernels.module.has_cuda():
             raise ImportError("this build of dlmkern has no CUDA kernels")
-    if not hasattr(kernels.module, kernels.prefix + op):
+    built_on = "diagonal_correction" if op == "cover_attention" else op
+    if not (hasattr(kernels, op) and hasattr(kernels.module, kernels.prefix + built_on)):
         raise ImportError("it has no such kernel")
     return getattr(kernels, op)  # type: ignore[no-any-return]
 
