@@ -87,8 +87,10 @@ def share(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a share in [0, 1], got {value!r}")
 
 
-def shadow_positions(positions: Tensor, input_ids: Tensor) -> None:
+def shadow_positions(positions: Tensor, input_ids: Tensor, shifted_logits: bool) -> None:
     """Check all but the values, whose range depends on how many there are."""
+    if shifted_logits:
+        raise ValueError("shadow_positions needs a model whose output at a position predicts the token there")
     batch, columns = input_ids.shape
     int64("shadow_positions", positions, (batch, None))
     if positions.shape[1] > columns:

@@ -33,7 +33,8 @@ class PassAttention:
         key_mask: bool `[B, 1, 1, L]`, True where a key is real; None if no key is hidden.
         graph_rows: int64 `[B, M]`, which queries are those of the graph's positions; None: those at them.
         graph_mask: bool `[B, L]`, the `key_mask` where it is not that of `lengths`.
-        cover_from: the first layer in which the seeds' own columns are seen by their own queries only.
+        seeds: None if there are none.
+        cover_from: the first layer in which a seed's column of this pass is seen by its own query only.
         shift: 1 if a row predicts what the next one shows, else 0.
         shadow_mask: from `shadow_mask`, if there are shadow rows.
     """
@@ -92,7 +93,7 @@ class PassAttention:
             return self.cache.write_block(layer, k, v, self.position_ids)
         fresh = None if covers else self.cache.copy_with_block(layer, k, v, self.position_ids)
         kept = self.cache.write_block(layer, k, v, self.position_ids.masked_fill(self.seeds, -1))
-        return fresh or kept
+        return kept if fresh is None else fresh
 
     def _cover(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Attention in which only the query that predicts a seed sees the seed's column of this pass.
@@ -105,7 +106,9 @@ class PassAttention:
         if self.position_ids is None:
             attended, lse = _cover_attention(q, k, v, keys, values, self.seeds, lengths, self.shift, scale)
             return attended, lse
-        attended, lse = attention_with_lse(q, keys, values, self.key_mask)
+        lse = None
+        if q.device.type == "cpu":  # elsewhere torch would attend and hand out none
+            attended, lse = attention_with_lse(q, keys, values, self.key_mask)
         if lse is None:
             attended, lse = _block_attention(q, keys, values, lengths, scale)
         _diagonal_correction(

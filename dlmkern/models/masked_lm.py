@@ -1,8 +1,8 @@
 """The forward pass that all models of this package share.
 
 It is built from a few small functions: `embed`, `rope` and `head` of the model, `qkv` and `finish` of its
-blocks, `attention`. Whoever wants more from it, the queries for example, walks over the blocks with
-them as `MaskedLM.forward` does.
+blocks, and between these `attend.PassAttention`. Whoever wants more from it, the queries for example, walks
+over the blocks with them as `MaskedLM.forward` does.
 """
 
 from __future__ import annotations
@@ -136,9 +136,10 @@ class MaskedLM(PreTrainedModel):
                 padding is none. Needs `cache`, and no `attention_mask`. The cache keeps the keys and values
                 that it has of them. All queries see these, but the one that predicts the seed (the seed's
                 own, or with `shifted_logits` that of the column before), which sees those of this pass.
-            seed_layers: the share in [0, 1] of the layers, the last ones, where this holds. In those before
-                all queries see the seeds' keys and values of this pass, and so nothing of their tokens: from
-                the second of these layers on, a seed's prediction depends on its token through the others.
+            seed_layers: the share in [0, 1] of the layers, the last ones, where this holds. In those before,
+                all queries see the seeds' keys and values of this pass. From the second of these layers on, a
+                seed's prediction depends on its token after all: through the others, which have seen it. So
+                it does in any layer through positions that the pass does not compute.
             shadow_positions: int64 `[B, S]`, where in its row each shadow row is; -1 is padding. A shadow row
                 sees all that other rows at its position see, except the key at its own position, and all
                 shadow rows of its row. The cache takes none. Not together with `seeds`, and not for models
@@ -157,12 +158,7 @@ class MaskedLM(PreTrainedModel):
         batch, columns = input_ids.shape
         n = columns
         if shadow_positions is not None:
-            if self.shifted_logits:
-                name = type(self).__name__
-                raise ValueError(
-                    f"shadow_positions: not for {name}, which predicts the token after a position"
-                )
-            _check.shadow_positions(shadow_positions, input_ids)
+            _check.shadow_positions(shadow_positions, input_ids, self.shifted_logits)
             n -= shadow_positions.shape[1]
         length = n
         if cache is not None:

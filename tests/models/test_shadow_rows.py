@@ -262,5 +262,5 @@ def test_bad_input(
 
 def test_not_for_shifted_logits(checkpoint: Checkpoint) -> None:
     model = load_model(checkpoint(model_type="Dream"))
-    with pytest.raises(ValueError, match="shadow_positions: not for DreamModel"):
+    with pytest.raises(ValueError, match="shadow_positions needs a model whose output at a position"):
         model(ids(2, 4), shadow_positions=ONE)
