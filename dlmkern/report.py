@@ -26,7 +26,9 @@ STYLES = {
     Reason.AFTER_EOS: "dim",
     Reason.FACTOR: "bold green",
     Reason.INDEPENDENT: "bold cyan",
+    Reason.REPLACED: "bold magenta",
 }
+TAKEN_BACK = "bold red"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def comparison_table(results: Iterable[Comparison]) -> Table:
 def steps_table(
     steps: Iterable[Step], gen_length: int, symbol: Callable[[int], str], mask: str = "_"
 ) -> Table:
-    """An answer as it comes about: a line a forward pass, its block in brackets, and what it committed.
+    """An answer as it comes about: a line a forward pass, its block in brackets, and what it committed or
+    took back.
 
     Args:
         steps: of `dlmkern.generate_stream`; the first row of each is shown.
@@ -127,10 +130,12 @@ def steps_table(
         row = step.rows[0]
         for position, token, reason in zip(row.positions, row.tokens, row.reasons, strict=True):
             shown[position] = Text(symbol(token), style=STYLES[reason])
+        for position in row.remasked:
+            shown[position] = Text(mask, style=TAKEN_BACK)
         end = row.block_start + row.block_length
         block = f"{row.block_start}-{end - 1}"
         table.add_row(str(step.forward), block, _bracketed(shown, row.block_start, end), _reasons(row))
-        for position in row.positions:
+        for position in (*row.positions, *row.remasked):
             shown[position].style = ""
     return table
 
@@ -143,8 +148,9 @@ def step_lines(steps: Iterable[Step], symbol: Callable[[int], str]) -> Iterator[
                 f"{position}={symbol(token)!r}"
                 for position, token in zip(row.positions, row.tokens, strict=True)
             )
-            last = row.block_start + row.block_length - 1
-            yield f"forward {step.forward}, row {row.row}, block {row.block_start}-{last}: {tokens}"
+            taken_back = "".join(f" -{position}" for position in row.remasked)
+            block = f"{row.block_start}-{row.block_start + row.block_length - 1}"
+            yield f"forward {step.forward}, row {row.row}, block {block}: {tokens}{taken_back}"
 
 
 def _bracketed(shown: list[Text], start: int, end: int) -> Text:
@@ -152,10 +158,12 @@ def _bracketed(shown: list[Text], start: int, end: int) -> Text:
 
 
 def _reasons(row: RowStep) -> Text:
-    """Positions by reason, in order of the reasons: "high tier 3 4 7, forced 2"."""
+    """Positions by reason, in order of the reasons: "high tier 3 4 7, forced 2, masked again 1"."""
     pairs = sorted(zip(row.reasons, row.positions, strict=True))
     parts = []
     for reason, group in groupby(pairs, key=lambda pair: pair[0]):
         positions = " ".join(str(position) for _, position in group)
         parts.append(Text.assemble((reason.name.lower().replace("_", " "), STYLES[reason]), " ", positions))
+    if row.remasked:
+        parts.append(Text.assemble(("masked again", TAKEN_BACK), " ", " ".join(map(str, row.remasked))))
     return Text(", ").join(parts)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlmkern import decoders as d
 from dlmkern.decoders.state import State
-from dlmkern.decoders.step import Plan, masked_positions
+from dlmkern.decoders.step import LeaveOneOut, Plan, block_positions, masked_positions, seed_positions
 from dlmkern.decoders.unmask import Graph
 from dlmkern.generation import GenerationOutput
 
@@ -40,12 +40,25 @@ class HashModel:
 
 
 def graph_of(logits: Tensor, state: State, plan: Plan) -> Graph | None:
-    """Some graph of a step's masked positions, if the unmasking rule asks for one."""
-    if plan.decoder.unmask.attention_layers([0.0]) is None:
+    """Some graph of the positions of a step's block, if a rule asks for one."""
+    decoder = plan.decoder
+    if decoder.attention_layers([0.0]) is None:
         return None
-    width = min(logits.shape[1], plan.decoder.blocks.longest(plan.gen_length))
+    width = min(logits.shape[1], decoder.blocks.longest(plan.gen_length))
     scores = logits[:, :width, :1].float().sigmoid()
+    if decoder.revise is not None and decoder.revise.attention_layers() is not None:
+        return Graph(block_positions(state, width), scores * scores.mT)
     return Graph(masked_positions(state, width, width, plan), scores * scores.mT)
+
+
+def left_out(logits: Tensor, state: State, plan: Plan) -> LeaveOneOut | None:
+    """Some predictions of what a step verifies, if its revision rule asks for them."""
+    view = "plain" if plan.decoder.revise is None else plan.decoder.revise.view
+    if view == "shadow":
+        return LeaveOneOut(logits.flip(1), block_positions(state, logits.shape[1]))
+    if view == "exact":
+        return LeaveOneOut(logits.flip(1), seed_positions(state, logits.shape[1]))
+    return None
 
 
 def constant_model(logits: Tensor) -> Callable[[Tensor], Tensor]:
@@ -65,6 +78,7 @@ def same(a: GenerationOutput, b: GenerationOutput, row_a: int, row_b: int) -> bo
         and a.block_lengths[row_a] == b.block_lengths[row_b]
         and a.step_map[row_a].tolist() == b.step_map[row_b].tolist()
         and a.reason[row_a].tolist() == b.reason[row_b].tolist()
+        and a.revisions[row_a] == b.revisions[row_b]
         and torch.allclose(a.confidence[row_a], b.confidence[row_b], rtol=1e-4, atol=1e-5, equal_nan=True)
     )
 
@@ -76,9 +90,11 @@ RECORDED = {
     "depcap_llada_traces": "llada_seed0",
     "depcap_dream_traces": "dream_seed0",
     "dapd_traces": "llada_seed0",
+    "wino_traces": "llada_seed0",
+    "saber_traces": "llada_seed0",
 }
-"""Files of decodings by the official code of LLaDA, Dream, Fast-dLLM and DepCap, and by a transcription of
-DAPD's, and their models."""
+"""Files of decodings by the official code of LLaDA, Dream, Fast-dLLM, DepCap, WINO and Saber, and by a
+transcription of DAPD's, and their models."""
 
 
 def recorded(name: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
@@ -92,6 +108,8 @@ def kind(trace: dict[str, Any]) -> str:
     """What the decoding is an example of."""
     if "tau_min" in trace:
         return f"{trace['fn']}, {trace['alg']}"
+    if "events" in trace:
+        return str(trace["fn"])
     if "impl" not in trace:
         return f"{trace['fn']}, {trace.get('mode') or trace['block']}"
     cache = "" if "dual_cache" not in trace else ", dual" if trace["dual_cache"] else ", prefix"
@@ -100,6 +118,10 @@ def kind(trace: dict[str, Any]) -> str:
 
 def decoder_of(trace: dict[str, Any], compat: str | None) -> d.Decoder:
     cache = {"prefix": "prefix", "dual": "dual"}.get(trace.get("fn", ""))
+    if trace.get("fn") == "decoding_wino":
+        return d.wino(trace["block_length"], trace["threshold"], trace["threshold_back"], compat=compat)
+    if trace.get("fn") == "generate_with_saber":
+        return d.saber(trace["block_length"], trace["n"], compat=compat)
     if "tau_min" in trace:
         variant = trace["alg"].removeprefix("dapd_")
         return d.dapd(variant, trace["tau_min"], trace["tau_max"], trace["block_length"], compat=compat)
@@ -139,6 +161,8 @@ def equals(output: GenerationOutput, prompt: list[int], trace: dict[str, Any]) -
     blocks = trace.get("block_lengths") or block_lengths(
         trace["gen_length"], trace.get("block_length", trace["gen_length"])
     )
+    if trace.get("fn") == "generate_with_saber":  # its blocks reach back to the start
+        blocks = [sum(blocks[: i + 1]) for i in range(len(blocks))]
     return (
         output.sequences[0].tolist() == ids
         and output.nfe.tolist() == [trace["nfe_forwards"]]
