@@ -180,6 +180,30 @@ def dapd_select(device: torch.device, quick: bool) -> Iterator[Case]:
         )
 
 
+def cover_seeds(device: torch.device, quick: bool) -> Iterator[Case]:
+    for n in (256,) if quick else (256, 1024, 4096):
+        parts = torch.rand(3, n, generator=torch.Generator(device).manual_seed(0), device=device)
+        yield Case(
+            "cover_seeds", f"n = {n}", partial(dlmkern.cover_seeds, *parts), eager.cover_seeds, (*parts,)
+        )
+
+
+def cover_verify(device: torch.device, quick: bool) -> Iterator[Case]:
+    n = 1024
+    generator = torch.Generator(device).manual_seed(0)
+    confidence = torch.rand(n, generator=generator, device=device)
+    token, predicted, remasks = torch.randint(3, (3, n), generator=generator, device=device)
+    inputs = (token, predicted, confidence, token == 0, remasks)
+    yield Case(
+        "cover_verify",
+        f"n = {n}",
+        partial(dlmkern.cover_verify, *inputs),
+        eager.cover_verify,
+        (*inputs, 0.9, 1),
+        compiles=True,
+    )
+
+
 def kv_block_write(device: torch.device, quick: bool) -> Iterator[Case]:
     n, length = 32, 1024
     for heads, size, dtype in ((8, 64, torch.float32), (32, 128, torch.bfloat16)):
@@ -235,6 +259,67 @@ def block_attention(device: torch.device, quick: bool) -> Iterator[Case]:
         )
 
 
+def cover_inputs(
+    length: int, kv_heads: int, dtype: torch.dtype, device: torch.device, n: int | None = None
+) -> tuple[Tensor, ...]:
+    """What cover_attention takes, of 32 heads of 128: q, k and v of `n` rows (None for all), the cached keys
+    and values, and 32 seeds. Laid out as projections are: `[B, L, H, d]`, transposed."""
+    generator = torch.Generator(device).manual_seed(0)
+    rows = length if n is None else n
+    shapes = ((32, rows), (kv_heads, rows), (kv_heads, rows), (kv_heads, length), (kv_heads, length))
+    inputs = (
+        torch.randn(1, many, heads, 128, generator=generator, device=device).to(dtype).transpose(1, 2)
+        for heads, many in shapes
+    )
+    seeds = torch.zeros(1, rows, dtype=torch.bool, device=device)
+    seeds[0, torch.randperm(rows, generator=generator, device=device)[:32]] = True
+    return *inputs, seeds
+
+
+COVERED = (
+    (256, 32, torch.float32),
+    (1024, 32, torch.float32),
+    (1024, 8, torch.float32),
+    (1024, 8, torch.bfloat16),
+    (4096, 8, torch.bfloat16),
+)
+
+
+def named(detail: str, kv_heads: int, dtype: torch.dtype) -> str:
+    heads = "32 heads" if kv_heads == 32 else f"32 query and {kv_heads} key heads"
+    return f"{detail}, {heads} of 128, {str(dtype).removeprefix('torch.')}"
+
+
+def cover_attention(device: torch.device, quick: bool) -> Iterator[Case]:
+    for length, kv_heads, dtype in COVERED[:1] if quick else COVERED:
+        inputs = cover_inputs(length, kv_heads, dtype, device)
+        yield Case(
+            "cover_attention",
+            named(f"32 seeds of L = {length}", kv_heads, dtype),
+            partial(dlmkern.cover_attention, *inputs),
+            eager.cover_attention,
+            inputs,
+        )
+
+
+def diagonal_correction(device: torch.device, quick: bool) -> Iterator[Case]:
+    n, length = 64, 1024
+    for kv_heads in (32, 8):
+        inputs = cover_inputs(length, kv_heads, torch.float32, device, n)
+        positions = torch.arange(512, 512 + n, device=device)[None]
+        q, (keys, values) = inputs[0], inputs[3:5]
+        scores = q @ keys.repeat_interleave(32 // kv_heads, dim=1).mT / q.shape[-1] ** 0.5
+        lse = scores.logsumexp(-1)
+        out = scores.softmax(-1) @ values.repeat_interleave(32 // kv_heads, dim=1)
+        yield Case(
+            "diagonal_correction",
+            named(f"32 seeds of n = {n}, L = {length}", kv_heads, torch.float32),
+            partial(dlmkern.diagonal_correction, out, lse, *inputs, positions=positions),
+            eager.diagonal_correction,
+            (out, lse, *inputs, positions),
+        )
+
+
 GRAPHS = ((256, torch.float32), (1024, torch.float32), (1024, torch.bfloat16), (4096, torch.float32))
 
 
@@ -273,8 +358,12 @@ ALL = {
     ("depga_block",): depga_block,
     ("confidence_select",): confidence_select,
     ("dapd_select",): dapd_select,
+    ("cover_seeds",): cover_seeds,
+    ("cover_verify",): cover_verify,
     ("kv_block_write",): kv_block_write,
     ("block_attention",): block_attention,
+    ("cover_attention",): cover_attention,
+    ("diagonal_correction",): diagonal_correction,
     ("attention_graph",): attention_graph,
 }
 

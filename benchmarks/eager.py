@@ -82,6 +82,31 @@ def dapd_select(scores: Tensor, confidence: Tensor, tau: float) -> Tensor:
     return selected
 
 
+def cover_seeds(uncertainty: Tensor, influence: Tensor, drift: Tensor) -> tuple[Tensor, Tensor]:
+    """COVER's seeds, and the scores that they are chosen by: all [n]."""
+    u, g, d = (x.double() / x.max() for x in (uncertainty, influence, drift))
+    score = u * g * (1 - d)
+    count = int((score.sum() / score.max()).sqrt().ceil())
+    seeds = torch.zeros_like(score, dtype=torch.bool)
+    seeds[score.topk(count).indices] = True
+    return seeds, score
+
+
+def cover_verify(
+    token: Tensor,
+    predicted: Tensor,
+    confidence: Tensor,
+    seeds: Tensor,
+    remasks: Tensor,
+    tau_replace: float,
+    max_remasks: int,
+) -> Tensor:
+    """COVER's verdicts: 0 to leave alone, 1 to keep, 2 to replace, 3 to mask again."""
+    doubted = torch.where(remasks < max_remasks, 3, 1)
+    verdict = torch.where(confidence >= tau_replace, 2, doubted)
+    return torch.where(seeds, torch.where(predicted == token, 1, verdict), 0)
+
+
 def kv_block_write(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -112,6 +137,56 @@ def kv_block_write(
 def block_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
     """Attention with grouped heads; torch's does not return the log-sum-exp."""
     return (torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),)
+
+
+def cover_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor, seeds: Tensor
+) -> tuple[Tensor]:
+    """COVER's attention of one sequence: torch's, and once more for the seeds, whose columns differ."""
+    keys, values = (torch.where(seeds[..., None], old, new) for old, new in ((k_cached, k), (v_cached, v)))
+    out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+    rows = seeds[0].nonzero().flatten()
+    own = torch.eye(len(rows), dtype=torch.bool, device=q.device)
+    others = torch.arange(keys.shape[2], device=q.device) != rows[:, None]
+    out[:, :, rows] = torch.nn.functional.scaled_dot_product_attention(
+        q[:, :, rows],
+        torch.cat((keys, k[:, :, rows]), dim=2),
+        torch.cat((values, v[:, :, rows]), dim=2),
+        attn_mask=torch.cat((others, own), dim=1),
+        enable_gqa=True,
+    )
+    return (out,)
+
+
+def diagonal_correction(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cached: Tensor,
+    v_cached: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The same from attention over a cache, by the formula of the paper: one sequence."""
+    rows = seeds[0].nonzero().flatten()
+
+    def each_head(x: Tensor, index: Tensor) -> Tensor:
+        return x[:, :, index].repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+    def weight(keys: Tensor, index: Tensor) -> Tensor:
+        score: Tensor = (q[:, :, rows] * each_head(keys, index)).sum(-1) / q.shape[-1] ** 0.5
+        return (score - lse[:, :, rows]).exp().unsqueeze(-1)
+
+    places = positions[0, rows]
+    a, b = weight(k_cached, places), weight(k, rows)
+    r = 1 - a + b
+    shared = out[:, :, rows] - a * each_head(v_cached, places) + b * each_head(v, rows)
+    out, lse = out.clone(), lse.clone()
+    out[:, :, rows] = shared / r
+    lse[:, :, rows] += r.log().squeeze(-1)
+    return out, lse
 
 
 def attention_graph(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:

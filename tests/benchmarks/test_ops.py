@@ -21,6 +21,7 @@ QUICK = ("--quick", "--device", "cpu", "--threads", "1")
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "VOCABULARY", 512)
     monkeypatch.setattr(cases, "GRAPHS", ((64, torch.float32), (64, torch.bfloat16)))
+    monkeypatch.setattr(cases, "COVERED", ((64, 8, torch.float32), (64, 32, torch.bfloat16)))
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def test_cases_can_be_chosen() -> None:
 
 def as_eager_returns_it(op: str, result: Any) -> Any:
     """What the eager form returns, from what the op returns."""
-    if op == "block_attention":
+    if op in ("block_attention", "cover_attention"):
         return (result.out,)
     if op == "token_stats":
         with_kl = (result.token, result.confidence, result.entropy, result.kl)
