@@ -77,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         "--decoder",
         default="depcap",
         metavar="NAME",
-        help="depcap (the default), dapd, threshold, factor, vanilla or dream; or the published settings of "
-        "dapd for a task: dapd-dream, and dapd-llada- with gsm8k, gsm8k-staged, humaneval, humaneval-staged, "
+        help="depcap (the default), dapd, cover, wino, saber, threshold, factor, vanilla or dream; or the "
+        "published settings of dapd for a task: dapd-dream, and dapd-llada- with gsm8k, gsm8k-staged, humaneval, humaneval-staged, "
         "mbpp, mbpp-direct or math",
     )
     generate.add_argument(
@@ -155,14 +155,15 @@ def _info(options: argparse.Namespace) -> None:
         print(f"{name + ':':14}{(', '.join(value) or 'none') if isinstance(value, list) else value}")
     print()
     reasons: list[str] = []
-    print(f"{'op':18}" + "".join(f"{backend:12}" for backend in BACKENDS))
+    width = max(map(len, ops)) + 2
+    print(f"{'op':{width}}" + "".join(f"{backend:12}" for backend in BACKENDS))
     for op, backends in ops.items():
         cells = []
         for answer in backends.values():
             if answer != "yes" and answer not in reasons:
                 reasons.append(answer)
             cells.append("yes" if answer == "yes" else f"no ({reasons.index(answer) + 1})")
-        print(f"{op:18}" + "".join(f"{cell:12}" for cell in cells).rstrip())
+        print(f"{op:{width}}" + "".join(f"{cell:12}" for cell in cells).rstrip())
     for number, reason in enumerate(reasons, 1):
         print(f"({number}) {reason}")
 
@@ -286,6 +287,7 @@ def _generate(options: argparse.Namespace) -> None:
                 "seconds": seconds,
                 "block_lengths": output.block_lengths[0],
                 "step_map": output.step_map[0].tolist(),
+                "revisions": int(output.revisions[0]),
                 "reason": [Reason(reason).name for reason in output.reason[0].tolist()],
                 "confidence": [None if math.isnan(c) else c for c in output.confidence[0].tolist()],
             }

@@ -16,6 +16,8 @@ LAYERS = {
     "cuda": "csrc/cuda/{}.cu",
     "triton": "triton_kernels/{}.py",
 }
+# Made of torch's attention and another op, without a kernel of its own.
+COMPOSED = {("cover_attention", "cpu"): "dlmkern/backends/native.py"}
 
 
 def table() -> str:
@@ -23,8 +25,8 @@ def table() -> str:
     for op in OPS:
         sentence = (inspect.getdoc(getattr(dlmkern, op)) or "").split("\n\n")[0].replace("\n", " ")
         cells = [f"[`{op}`](dlmkern/ops/{op}.py)", sentence.replace("|", "\\|")]
-        for layer in LAYERS.values():
-            file = layer.format(op)
+        for layer, place in LAYERS.items():
+            file = COMPOSED.get((op, layer), place.format(op))
             cells.append(f"[yes]({file})" if (ROOT / file).exists() else "no")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ from dlmkern import reference
 from dlmkern.backends import registry
 from dlmkern.decoders.state import State, initial_state
 from dlmkern.decoders.step import Plan, step
-from tests.decoders.support import MASK, VOCAB, graph_of
+from tests.decoders.support import MASK, VOCAB, graph_of, left_out
 
 G = 24
 PROMPTS = [[1, 2], [3], [4, 5, 6]]
@@ -40,6 +40,13 @@ DECODERS = {
     "dapd, direct": d.dapd("direct", delayed_token_id=2, compat="official"),
     "dapd, late without graph": d.dapd(block_length=8, late_graph=False, symmetric=True),
     "dapd, adaptive": d.Decoder(d.DepGABlocks(l_min=2, l_max=6), d.DAPD()),
+    "wino": d.wino(8),
+    "saber": d.saber(8, compat="official"),
+    "cover": d.cover(block_length=8),
+    "cover, exact": d.cover(block_length=8, verify="exact", seeds_by="random", draft_most=2),
+    "cover, adaptive": d.Decoder(
+        d.DepGABlocks(l_min=2, l_max=6), d.DAPD(), d.COVER(combine="sum", suspects="above_mean", most=3)
+    ),
     "depcap": d.depcap(l_min=2, l_max=6),
     "depcap, official": d.depcap(l_min=2, l_max=6, kl="topk", topk=4, compat="official"),
     "depcap, exact, official": d.depcap(l_min=2, l_max=6, padding="reflect", compat="official"),
@@ -95,7 +102,9 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def states(plan: Plan, device: torch.device) -> State:
-    return initial_state(PROMPTS, plan.gen_length, plan.mask_token_id, [1, 2, 3], device)
+    state = initial_state(PROMPTS, plan.gen_length, plan.mask_token_id, [1, 2, 3], device)
+    revise = plan.decoder.revise
+    return state if revise is None else state._replace(memory=revise.start(state))
 
 
 def run_steps(plan: Plan, state: State, logits: Callable[[int], Tensor], between: Any) -> None:
@@ -105,7 +114,7 @@ def run_steps(plan: Plan, state: State, logits: Callable[[int], Tensor], between
         width = blocks.window(plan.gen_length) if opens else blocks.longest(plan.gen_length)
         x = logits(width)
         with between():
-            state = step(x, state, plan, opens, graph_of(x, state, plan))
+            state = step(x, state, plan, opens, graph_of(x, state, plan), left_out(x, state, plan))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -173,17 +182,20 @@ def test_a_step_on_a_gpu_reads_nothing(name: str) -> None:
         )
 
 
-def test_a_step_leaves_its_input_alone() -> None:
+@pytest.mark.parametrize("name", ["depcap", "cover", "saber", "wino"])
+def test_a_step_leaves_its_input_alone(name: str) -> None:
     """The state before a step can be kept."""
-    plan = Plan(DECODERS["depcap"], G, MASK, VOCAB, 3, 0.8)
+    plan = Plan(DECODERS[name], G, MASK, VOCAB, 3, 0.8)
     state = states(plan, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for opens in (True, False, True):
-        width = 12 if opens else 6
+        width = plan.decoder.blocks.window(G) if opens else plan.decoder.blocks.longest(G)
         logits = torch.randn(len(PROMPTS), width, VOCAB + 4, generator=generator)
-        copies = [x.clone() for x in (*state[:-1], *(state.previous or ()), logits)]
-        after = step(logits, state, plan, opens)
-        for x, copy in zip((*state[:-1], *(state.previous or ()), logits), copies, strict=True):
+        parts = (*state[:-2], *state.memory, *(state.previous or ()), logits)
+        copies = [x.clone() for x in parts]
+        graph, without = graph_of(logits, state, plan), left_out(logits, state, plan)
+        after = step(logits, state, plan, opens, graph, without)
+        for x, copy in zip(parts, copies, strict=True):
             assert (
                 torch.equal(x.nan_to_num(-7), copy.nan_to_num(-7)) if x.is_floating_point() else x.equal(copy)
             )
