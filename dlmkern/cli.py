@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         default="depcap",
         metavar="NAME",
         help="depcap (the default), dapd, cover, wino, saber, threshold, factor, vanilla or dream; or the "
-        "published settings of dapd for a task: dapd-dream, and dapd-llada- with gsm8k, gsm8k-staged, humaneval, humaneval-staged, "
-        "mbpp, mbpp-direct or math",
+        "published settings of dapd for a task: dapd-dream, and dapd-llada- with gsm8k, gsm8k-staged, "
+        "humaneval, humaneval-staged, mbpp, mbpp-direct or math",
     )
     generate.add_argument(
         "--cache",
