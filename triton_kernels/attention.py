@@ -1,4 +1,4 @@
-"""What block_attention and attention_graph share: which heads they take, and how they divide the work."""
+"""What the attentions share: which heads they take, how they divide the work, and the softmax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_LARGEST_HEAD = 256
+LARGEST_HEAD = 256
 # How the work is split: by reasoning, not by measurement.
 _PROGRAMS = 256  # enough for every multiprocessor of the largest GPUs
 _MOST_SPLITS = 32
@@ -17,10 +17,13 @@ def check_heads(q: torch.Tensor) -> None:
     """TypeError or ValueError for queries that the kernels do not take."""
     if q.dtype not in _DTYPES:
         raise TypeError(f"q: the Triton kernel takes float16, bfloat16 or float32, got {q.dtype}")
-    if q.shape[-1] > _LARGEST_HEAD:
-        raise ValueError(
-            f"q: the Triton kernel takes heads of at most {_LARGEST_HEAD} numbers, got {q.shape[-1]}"
-        )
+    check_size(q, LARGEST_HEAD)
+
+
+def check_size(q: torch.Tensor, most: int) -> None:
+    """ValueError for heads of more than that many numbers."""
+    if q.shape[-1] > most:
+        raise ValueError(f"q: the Triton kernel takes heads of at most {most} numbers, got {q.shape[-1]}")
 
 
 def padded(size: int) -> int:
@@ -42,3 +45,17 @@ def key_count(length_ptr, batch, L):
     if length_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(length_ptr + batch), 0), L).to(tl.int32)
     return length
+
+
+@triton.jit
+def online_softmax(score, peak, total):
+    """One more tile of scores [ROWS, KEYS], in bits, -inf where there is no key.
+
+    The weights 2^(score - peak), the factor that brings what was weighted before to the new peak, and the
+    largest score and the sum of weights of each row so far.
+    """
+    new_peak = tl.maximum(peak, tl.max(score, 1))
+    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(peak - base)
+    return weight, shrink, new_peak, total * shrink + tl.sum(weight, 1)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import check_heads, key_count, padded, split_count
+from .attention import check_heads, key_count, online_softmax, padded, split_count
 from .dtypes import dot_operand, narrow
 from .launch import Launch, run
 
@@ -39,7 +39,7 @@ class Config(NamedTuple):
 def config(sequences: int, rows: int, length: int, d: int, element_size: int) -> Config:
     """The configuration for ``sequences`` key heads, each with ``rows`` queries and ``length`` keys."""
     lanes = padded(d)
-    if element_size == 4:  # no matrix units: a thread multiplies what it holds in registers
+    if element_size >= 4:  # no matrix units: a thread multiplies what it holds in registers
         tile, keys, num_warps = 16, 16, 4 if lanes <= 64 else 8
     else:
         tile, keys, num_warps = min(padded(rows), 64 if lanes <= 128 else 32), 32, 4
@@ -110,16 +110,11 @@ def block_attention_kernel(
         k = dot_operand(tl.load(k_tile, mask=in_head[:, None] & inside[None, :], other=0.0))
         score = tl.dot(q, k, input_precision="ieee") * scale
         score = tl.where(inside[None, :], score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weight, 1)
+        weight, shrink, peak, total = online_softmax(score, peak, total)
         v_tile = v_lanes + key[:, None] * v_stride_l
         v = dot_operand(tl.load(v_tile, mask=inside[:, None] & in_head[None, :], other=0.0))
         weight = dot_operand(narrow(weight, v_ptr.dtype.element_ty))
         weighted = tl.dot(weight, v, weighted * shrink[:, None], input_precision="ieee")
-        peak = new_peak
 
     out_row = (head * groups * n + row) * tl.num_programs(1) + tl.program_id(1)
     out = narrow(weighted / tl.where(total == 0.0, 1.0, total)[:, None], out_ptr.dtype.element_ty)
@@ -152,6 +147,26 @@ def merge_splits_kernel(
     out = tl.sum(weight[:, None] * part, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * D + lane, narrow(out, out_ptr.dtype.element_ty), mask=lane < D)
     tl.store(lse_ptr + row, peak + tl.log(total))
+
+
+def merge_splits(part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Launch:
+    """What weighs parts [rows, splits, d] by their lse [rows, splits] into contiguous out and lse."""
+    rows, splits, d = part.shape
+    return Launch(
+        merge_splits_kernel,
+        (rows,),
+        {
+            "part_ptr": part,
+            "part_lse_ptr": part_lse,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "splits": splits,
+            "D": d,
+            "LANES": padded(d),
+            "SPLITS": triton.next_power_of_2(splits),
+        },
+        1,
+    )
 
 
 def plan(
@@ -197,22 +212,7 @@ def plan(
     )
     if cut.splits == 1:
         return [attend], (out, lse)
-    merge = Launch(
-        merge_splits_kernel,
-        (B * Hq * n,),
-        {
-            "part_ptr": part,
-            "part_lse_ptr": part_lse,
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "splits": cut.splits,
-            "D": d,
-            "LANES": cut.lanes,
-            "SPLITS": triton.next_power_of_2(cut.splits),
-        },
-        1,
-    )
-    return [attend, merge], (out, lse)
+    return [attend, merge_splits(part, part_lse, out, lse)], (out, lse)
 
 
 def block_attention(

@@ -30,7 +30,7 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot_operand(x):
-    """x as tl.dot takes it: the dtype of the matrix units when compiled, float32 in the interpreter."""
+    """x as tl.dot takes it: the dtype of the matrix units when compiled, as wide in the interpreter."""
     if INTERPRETED:
-        x = x.to(tl.float32)
+        x = wide(x)
     return x
