@@ -10,42 +10,32 @@
 namespace dlmkern {
 namespace {
 
+constexpr int kParts = 3, kDrift = 2;
+
 struct Arguments {
-  const dlmkern_view& uncertainty;
-  const dlmkern_view *influence, *drift, *eligible;
+  const dlmkern_view* parts[kParts];  // uncertainty, influence, drift
+  const dlmkern_view* eligible;
   const dlmkern_view& most;
   bool additive, above_mean;
   const dlmkern_view &seeds, &score;
+};
 
-  bool takes_part(int64_t b, int64_t i) const {
-    if (eligible != nullptr && !read_bool(*eligible, b, i)) return false;
-    for (const dlmkern_view* part : {&uncertainty, influence, drift}) {
-      if (part != nullptr && !std::isfinite(read_float(*part, b, i))) return false;
-    }
-    return true;
+// Scratch for one sequence of n positions, of which those that take part move to the front. A part that is
+// left out stays 0.
+struct Scratch {
+  double* parts[kParts];
+  Candidate* candidates;
+
+  bool is_finite(int64_t i) const {
+    return std::all_of(parts, parts + kParts, [=](const double* part) { return std::isfinite(part[i]); });
   }
 };
 
-double without_sign(double x) { return x > 0 ? x : 0; }
-
-// One part of the score in one sequence, relative to the largest among those that take part.
-class Share {
- public:
-  Share(const dlmkern_view* part, int64_t b) : part_(part), b_(b) {}
-
-  explicit operator bool() const { return part_ != nullptr; }
-
-  void measure(int64_t i) {
-    if (part_ != nullptr) largest_ = std::max(largest_, read_float(*part_, b_, i));
-  }
-
-  double of(int64_t i) const { return largest_ > 0 ? without_sign(read_float(*part_, b_, i)) / largest_ : 0; }
-
- private:
-  const dlmkern_view* part_;
-  int64_t b_;
-  double largest_ = 0;
-};
+template <class T>
+void read_row(const dlmkern_view& view, int64_t b, double* out) {
+  const T* row = address_of<T>(view, b);
+  for (int64_t i = 0; i < view.shape[1]; ++i) out[i] = load(row + i * view.stride[1]);
+}
 
 // How many seeds there are to be: the ranks r with r * r < suspects, and no more than `most`.
 int64_t count_seeds(double suspects, int64_t most, int64_t candidates) {
@@ -54,32 +44,48 @@ int64_t count_seeds(double suspects, int64_t most, int64_t candidates) {
   return count;
 }
 
-// One sequence. `candidates` is scratch for n entries.
-void choose(const Arguments& a, int64_t b, Candidate* candidates) {
-  const int64_t n = a.uncertainty.shape[1];
-  Share uncertainty(&a.uncertainty, b), influence(a.influence, b), drift(a.drift, b);
-  Candidate* end = candidates;
+void choose(const Arguments& a, int64_t b, const Scratch& scratch) {
+  const int64_t n = a.seeds.shape[1];
+  Candidate* const candidates = scratch.candidates;
+  for (int part = 0; part < kParts; ++part) {
+    const dlmkern_view* view = a.parts[part];
+    if (view == nullptr) continue;
+    const auto read = view->dtype == DLMKERN_FLOAT64 ? read_row<double> : read_row<float>;
+    read(*view, b, scratch.parts[part]);
+  }
+  int64_t m = 0;
+  double largest[kParts] = {};
   for (int64_t i = 0; i < n; ++i) {
     write_bool(a.seeds, false, b, i);
     write_float(a.score, 0, b, i);
-    if (!a.takes_part(b, i)) continue;
-    for (Share* share : {&uncertainty, &influence, &drift}) share->measure(i);
-    *end++ = {0, i};
+    if (a.eligible != nullptr && !read_bool(*a.eligible, b, i)) continue;
+    if (!scratch.is_finite(i)) continue;
+    for (int part = 0; part < kParts; ++part) {
+      const double x = scratch.parts[part][i];
+      scratch.parts[part][m] = x > 0 ? x : 0;
+      largest[part] = std::max(largest[part], x);
+    }
+    candidates[m++] = {0, i};
   }
-  double total = 0, largest = 0;
-  for (Candidate* c = candidates; c != end; ++c) {
-    double score = uncertainty.of(c->index);
-    const auto combine = [&](double factor) { score = a.additive ? score + factor : score * factor; };
-    if (influence) combine(influence.of(c->index));
-    if (drift) combine(1 - drift.of(c->index));
-    write_float(a.score, score, b, c->index);
-    c->priority = score;
+  double total = 0, largest_score = 0;
+  for (int64_t j = 0; j < m; ++j) {
+    const auto share = [&](int part) {
+      return largest[part] > 0 ? scratch.parts[part][j] / largest[part] : 0;
+    };
+    double score = share(0);
+    for (int part = 1; part < kParts; ++part) {
+      if (a.parts[part] == nullptr) continue;
+      const double factor = part == kDrift ? 1 - share(part) : share(part);
+      score = a.additive ? score + factor : score * factor;
+    }
+    candidates[j].priority = score;
+    write_float(a.score, score, b, candidates[j].index);
     total += score;
-    largest = std::max(largest, score);
+    largest_score = std::max(largest_score, score);
   }
-  const int64_t m = end - candidates;
-  if (!(largest > 0)) return;
-  double suspects = total / largest;
+  if (largest_score == 0) return;
+  Candidate* const end = candidates + m;
+  double suspects = total / largest_score;
   if (a.above_mean) {
     const double mean = total / static_cast<double>(m);
     suspects = static_cast<double>(
@@ -106,12 +112,17 @@ extern "C" int dlmkern_cpu_cover_seeds(const dlmkern_view* uncertainty, const dl
   const int64_t B = uncertainty->shape[0], n = uncertainty->shape[1];
   if (n == 0) return DLMKERN_OK;
   return guarded([&] {
-    const Arguments arguments{*uncertainty,  influence,       drift,  eligible, *most,
-                              additive == 1, above_mean == 1, *seeds, *score};
-    std::vector<Candidate> candidates(static_cast<size_t>(B * n));
-    const bool worth = B > 1 && B * n > kParallelWork / 8;
+    const Arguments arguments{
+        {uncertainty, influence, drift}, eligible, *most, additive == 1, above_mean == 1, *seeds, *score};
+    const int64_t size = B * n;
+    std::vector<double> parts(static_cast<size_t>(kParts * size));
+    std::vector<Candidate> candidates(static_cast<size_t>(size));
+    const bool worth = B > 1 && size > kParallelWork / 8;
 #pragma omp parallel for if (worth)
-    for (int64_t b = 0; b < B; ++b) choose(arguments, b, candidates.data() + b * n);
+    for (int64_t b = 0; b < B; ++b) {
+      double* const own = parts.data() + b * n;
+      choose(arguments, b, {{own, own + size, own + 2 * size}, candidates.data() + b * n});
+    }
     return DLMKERN_OK;
   });
 }
