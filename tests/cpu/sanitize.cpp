@@ -217,6 +217,28 @@ void graph(int dtype, int64_t B, int64_t M, double special) {
   }
 }
 
+void correct(int dtype, int64_t B, int64_t n, double special) {
+  const int64_t Hq = 4, Hkv = 2;
+  const int arithmetic = dtype == DLMKERN_FLOAT64 ? DLMKERN_FLOAT64 : DLMKERN_FLOAT32;
+  for (const int64_t L : {n, n / 2 + 1}) {
+    for (const int64_t d : {1, 6, 17}) {
+      Tensor out(dtype, {B, Hq, n, d}, 1), lse(arithmetic, {B, Hq, n}, 1), q(dtype, {B, Hq, n, d}, 1);
+      Tensor k(dtype, {B, Hkv, n, d}, 1), v(dtype, {B, Hkv, n, d}, 1);
+      Tensor k_cached(dtype, {B, Hkv, L, d}, 1), v_cached(dtype, {B, Hkv, L, d}, 1);
+      Tensor seeds(DLMKERN_BOOL, {B, n}), lengths(DLMKERN_INT64, {B}, 1), positions(DLMKERN_INT64, {B, n}, 1);
+      for (Tensor* tensor : {&out, &lse, &q, &k, &v, &k_cached, &v_cached, &seeds}) tensor->fill(special);
+      lengths.tokens(L), positions.tokens(L);
+      for (const int shift : {0, 1}) {
+        for (const double recompute_below : {0.0, 0.9, static_cast<double>(INFINITY)}) {
+          const dlmkern_view* const places = L == n ? nullptr : &positions.view;
+          expect_ok(dlmkern_cpu_diagonal_correction(out, lse, q, k, v, k_cached, v_cached, seeds, lengths,
+                                                    places, shift, 0.5, recompute_below));
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -230,6 +252,7 @@ int main() {
           select(dtype, 2, n, special);
           write_cache(dtype, 2, n, special);
           graph(dtype, 2, n, special);
+          correct(dtype, 2, n, special);
           if (dtype > DLMKERN_FLOAT32) continue;
           select_by_confidence(dtype, 2, n, special);
           select_by_graph(dtype, 2, n, special);

@@ -81,6 +81,17 @@ FUNCTIONS: dict[str, tuple[Callable[[], list[Any]], set[int], set[int]]] = {
         {7},
         {2},
     ),
+    "cpu_diagonal_correction": (
+        lambda: [
+            *(floats(B, 2 * HEADS, N, SIZE), floats(B, 2 * HEADS, N), floats(B, 2 * HEADS, N, SIZE)),
+            *(floats(B, HEADS, N, SIZE), floats(B, HEADS, N, SIZE)),
+            *(floats(B, HEADS, N, SIZE), floats(B, HEADS, N, SIZE)),
+            *(bools(B, N), ints(B), ints(B, N)),
+            *(0, 0.5, 0.5),
+        ],
+        {0, 1},
+        {8, 9},
+    ),
     "cpu_cover_seeds": (
         lambda: [
             *(floats(B, N), floats(B, N), floats(B, N), bools(B, N), ints(B)),
