@@ -183,18 +183,18 @@ def passes(
     model: MaskedLM, seeds: Tensor, rows: slice = slice(None), graph: bool = False, **options: Any
 ) -> list[Tensor]:
     """What a whole pass and then one over a block compute for these rows of `[3, 9]`, both with seeds."""
-    shown, now = (x[rows] for x in shown_and_masked(seeds))
-    seeds, place, lengths = seeds[rows], torch.tensor(PLACES)[rows], torch.tensor(LENGTHS)[rows]
-    real = torch.arange(9) < lengths[:, None]
+    inputs = (*shown_and_masked(seeds), seeds, torch.tensor(PLACES), torch.tensor(LENGTHS))
+    shown, now, seeds, place, lengths = (x[rows].to(model.device) for x in inputs)
+    real = torch.arange(9, device=model.device) < lengths[:, None]
     cache = model.new_cache(len(now), 9)
     model(shown, cache=cache, lengths=lengths)
     results = []
-    for inputs, kept in (
+    for arguments, kept in (
         ({"input_ids": now, "seeds": seeds}, real),
         ({"input_ids": now[:, :5], "seeds": seeds[:, :5], "position_ids": place}, place >= 0),
     ):
         graphs = {"graph": AttentionGraph(place, 1.0)} if graph else {}
-        logits = model(cache=cache, lengths=lengths, **inputs, **graphs, **options).logits
+        logits = model(cache=cache, lengths=lengths, **arguments, **graphs, **options).logits
         results += [logits.where(kept[..., None], 0.0), cache.storage.clone()]
         results += [graphs["graph"].scores()] if graph else []
     return results
@@ -336,6 +336,16 @@ def test_nothing_is_read_on_an_accelerator() -> None:
                     model(tokens, cache_rows=rows, seeds=flags, **options)
             with Watch():
                 model(tokens[:, :4], position_ids=tokens[:, :4], seeds=flags[:, :4], **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_on_a_gpu(folder: Path, dtype: str, tolerance: float) -> None:
+    host, model = (load_model(folder, dtype=dtype, device=device) for device in ("cpu", "cuda"))
+    options = {"seed_layers": 0.5, "graph": True}
+    for got, expected in zip(passes(model, SEEDS, **options), passes(host, SEEDS, **options), strict=True):
+        assert_close(got.cpu(), expected, tolerance * max(1, float(expected.abs().max())))
 
 
 NONE = torch.zeros(2, 2, dtype=torch.bool)

@@ -230,6 +230,26 @@ def test_nothing_is_read_on_an_accelerator() -> None:
                 model(tokens[:, :5], position_ids=tokens[:, :2], **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_on_a_gpu(folder: Path, dtype: str, tolerance: float) -> None:
+    tokens, wanted = with_shadows(ids(3, 9)), torch.tensor([[9, 10, 11, 0], [10, 0, 0, 0], [9, 10, 3, 4]])
+    results = []
+    for device in ("cpu", "cuda"):
+        model = load_model(folder, dtype=dtype, device=device)
+        whole, shadows, columns, lengths, places = (
+            x.to(device) for x in (tokens, SHADOWS, wanted, torch.tensor(LENGTHS), PLACES)
+        )
+        options = {"lengths": lengths, "cache": model.new_cache(3, 9), "shadow_positions": shadows}
+        logits = [model(whole, positions=columns, **options).logits]
+        block = model(whole[:, 5:], position_ids=places, **options).logits
+        real = torch.cat((places, shadows), dim=1) >= 0
+        results.append([x.cpu() for x in (*logits, block[real], options["cache"].storage)])
+    for expected, got in zip(*results, strict=True):
+        assert_close(got, expected, tolerance * max(1, float(expected.abs().max())))
+
+
 ONE = torch.zeros(2, 1, dtype=torch.int64)
 
 
