@@ -32,7 +32,7 @@ SHAPES = (  # B, Hq, Hkv, n, L, d
     (1, 6, 1, 37, 37, 32),
     (1, 3, 3, 70, 70, 20),
 )
-SMALL = SHAPES[1]
+SMALL = (2, 2, 1, 6, 6, 16)
 
 
 def check(case: Pass, found: dlmkern.CoverAttention) -> None:
@@ -49,13 +49,16 @@ def attend(case: Pass) -> dlmkern.CoverAttention:
 def test_against_truth(
     backend: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
+    few = backend == "triton"
+    if few and shape == SHAPES[3] and dtype != torch.float32:
+        pytest.skip("as many positions of other dtypes take too long in Triton's interpreter")
     batch, length = shape[0], shape[3]
     for shift, lengths, share in (
         (0, None, 0.4),
         (1, [length] * batch, 0.4),
         (0, [(length + 1) // 2, length][:batch], 1.0),
         (1, [length - 1, 0][:batch], 0.7),
-    )[:: 3 if backend == "triton" else 1]:
+    )[:: 4 if few else 1]:
         where = None if lengths is None else torch.tensor(lengths, device=device)
         case = random_pass(shape, dtype, device, shift, share=share, lengths=where, shift=shift)
         check(case, attend(case))
@@ -134,7 +137,7 @@ def test_nothing_beyond_the_length_counts(backend: str, device: torch.device, dt
         check(case, clean)
         assert (clean.out[0] == 0).all()
         assert (clean.lse[0] == -INF).all()
-        for junk in (NAN, INF, 1e30):
+        for junk in (NAN, INF, 1e30)[: 1 if backend == "triton" else 3]:
             for b, length in enumerate(lengths.tolist()):
                 for x in case[1:5]:
                     x[b, :, length:] = junk
@@ -160,12 +163,13 @@ def test_what_nobody_reads(backend: str, device: torch.device) -> None:
 
 
 def test_a_nan_stays_in_its_query(backend: str, device: torch.device) -> None:
-    case = random_pass((2, 4, 2, 9, 9, 16), torch.float32, device, share=0.0)
+    # torch's attention on the CPU makes a zero of a NaN if there are less than 8 keys
+    case = random_pass((2, 2, 1, 9, 9, 16), torch.float32, device, share=0.0)
     case.seeds[:, 3] = True
     clean = attend(case)
 
     def only(found: dlmkern.CoverAttention, b: int, heads: slice, row: int) -> None:
-        touched = torch.zeros((2, 4, 9), dtype=torch.bool, device=device)
+        touched = torch.zeros((2, 2, 9), dtype=torch.bool, device=device)
         touched[b, heads, row] = True
         assert found.out[touched].isnan().all()
         assert found.lse[touched].isnan().all()
@@ -196,7 +200,7 @@ def test_own_score_far_from_the_others(backend: str, device: torch.device, dtype
     """A seed as this pass has it, far above and far below all that the cache holds, and the other way
     round."""
     for own, cached in ((3e4, 0.0), (-3e4, 0.0), (0.0, 3e4), (0.0, -3e4), (3e4, 2.9e4), (-3e4, -3e4)):
-        case = random_pass((1, 2, 1, 5, 5, 4), dtype, device, share=0.0, scale=1.0)
+        case = random_pass((1, 1, 1, 5, 5, 4), dtype, device, share=0.0, scale=1.0)
         case.seeds[0, 2] = True
         q, k, k_cached = case.q.fill_(1.0), case.k, case.k_cached
         k[:, :, 2, 0], k_cached[:, :, 2, 0] = own, cached
@@ -205,7 +209,7 @@ def test_own_score_far_from_the_others(backend: str, device: torch.device, dtype
         assert_close(found.out.double(), out.numpy(), 1e-4 + 4 * ulp(dtype))
         assert_close(found.lse.double(), lse.numpy(), 1e-4, 4 * ulp(torch.float32))
         if own == 3e4 and not cached:
-            assert_same(found.out[0, :, 2].float(), case.v[0, :, 2].float().expand(2, 4))
+            assert_same(found.out[0, :, 2].float(), case.v[0, :, 2].float())
 
 
 def test_one_position(backend: str, device: torch.device) -> None:
@@ -217,7 +221,7 @@ def test_one_position(backend: str, device: torch.device) -> None:
 
 
 def test_is_diagonal_correction_of_what_all_see(backend: str, device: torch.device) -> None:
-    lengths = torch.tensor([9, 6], device=device)
+    lengths = torch.tensor([6, 4], device=device)
     for shift in (0, 1):
         case = random_pass(SMALL, torch.float32, device, 5, share=0.6, shift=shift, lengths=lengths)
         found = attend(case)
@@ -237,7 +241,7 @@ def test_query_heads_share_keys_in_order(backend: str, device: torch.device) -> 
 
 
 def test_layouts_do_not_matter(backend: str, device: torch.device) -> None:
-    case = random_pass((2, 4, 2, 11, 11, 16), torch.float32, device)
+    case = random_pass((2, 2, 1, 11, 11, 16), torch.float32, device)
     expected = attend(case)
     for views in zip(*(layouts(x) for x in case[:6] if isinstance(x, Tensor)), strict=True):
         found = attend(Pass(*(view for _, view in views)))
@@ -280,7 +284,9 @@ def test_lengths_of_any_integer_dtype(backend: str, device: torch.device) -> Non
 
 
 def test_more_than_fits_one_thread(backend: str, device: torch.device) -> None:
-    length = 40 if backend == "triton" else 100
+    if backend == "triton":
+        pytest.skip("Triton's interpreter has one thread")
+    length = 100
     lengths = torch.tensor([length, length - 11], device=device)
     case = random_pass((2, 2, 1, length, length, 64), torch.float32, device, lengths=lengths, shift=1)
     threads = torch.get_num_threads()
@@ -372,8 +378,8 @@ def test_gradients_do_not_flow(backend: str, device: torch.device) -> None:
 def test_meta_tensors_have_shapes() -> None:
     case = random_pass(SMALL, torch.bfloat16, torch.device("meta"))
     found = attend(case)
-    assert (found.out.shape, found.out.dtype) == ((2, 4, 9, 16), torch.bfloat16)
-    assert (found.lse.shape, found.lse.dtype, found.lse.device.type) == ((2, 4, 9), torch.float32, "meta")
+    assert (found.out.shape, found.out.dtype) == ((2, 2, 6, 16), torch.bfloat16)
+    assert (found.lse.shape, found.lse.dtype, found.lse.device.type) == ((2, 2, 6), torch.float32, "meta")
 
 
 def test_errors() -> None:
@@ -428,7 +434,7 @@ def test_errors() -> None:
 
 
 def test_registration_and_compilation(backend: str, device: torch.device) -> None:
-    lengths = torch.tensor([9, 5], device=device)
+    lengths = torch.tensor([6, 3], device=device)
     case = random_pass(SMALL, torch.float32, device)
     opcheck(OP, *case[:6], None, 0, 0.25)
     opcheck(OP, *case[:6], lengths, 1, 0.25)

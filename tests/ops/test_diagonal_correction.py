@@ -32,7 +32,8 @@ SHAPES = (  # B, Hq, Hkv, n, L, d; rows at positions where n differs from L
     (1, 6, 2, 7, 40, 32),
     (1, 3, 3, 70, 70, 20),
 )
-WHOLE, BLOCK = SHAPES[1], (2, 4, 2, 6, 11, 16)
+WHOLE, BLOCK = (2, 2, 1, 6, 6, 16), (2, 2, 1, 4, 7, 16)
+BELOW = (0.5, INF)  # what is recomputed: what has to be, and everything
 
 
 def some_pass(shape: tuple[int, ...], *arguments: Any, **options: Any) -> Pass:
@@ -64,18 +65,21 @@ def assert_bits(case: Pass, found: tuple[Tensor, Tensor], start: tuple[Tensor, T
 def test_against_truth(
     backend: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
+    few = backend == "triton"  # in the interpreter, where a seed takes tens of milliseconds a head
+    if few and shape == SHAPES[3] and dtype != torch.float32:
+        pytest.skip("as many positions of other dtypes take too long in Triton's interpreter")
     batch, length = shape[0], shape[4]
     for shift, lengths, share in (
         (0, None, 0.4),
         (1, [length] * batch, 0.4),
         (0, [(length + 1) // 2, length][:batch], 1.0),
         (1, [length - 1, 0][:batch], 0.7),
-    )[:: 3 if backend == "triton" else 1]:
+    )[:: 4 if few else 1]:
         where = None if lengths is None else torch.tensor(lengths, device=device)
         case = some_pass(shape, dtype, device, shift, share=share, lengths=where, shift=shift)
         start = plain(case)
         kept = start[0].clone(), start[1].clone()
-        for recompute_below in (0.5, INF):
+        for recompute_below in BELOW[DTYPES.index(dtype) % 2 :: 2] if few else BELOW:
             found = correct(case, start, recompute_below)
             assert_rule(case, found)
             assert_bits(case, found, start)
@@ -119,7 +123,7 @@ def test_by_hand(backend: str, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_the_formula_makes_of_anything(backend: str, device: torch.device, dtype: torch.dtype) -> None:
     """`out` and `lse` are taken as they are given where nothing is recomputed."""
-    for shape in (WHOLE, BLOCK):
+    for shape in (BLOCK, WHOLE)[: 1 + (backend != "triton")]:
         case = some_pass(shape, dtype, device, share=1.0, spread=0.3)
         generator = torch.Generator().manual_seed(1)
         start = (
@@ -132,8 +136,8 @@ def test_what_the_formula_makes_of_anything(backend: str, device: torch.device, 
         for b, row in enumerate(corrected_rows(case).tolist()):
             for i, corrected in enumerate(row):
                 c = i if case.positions is None else int(case.positions[b, i])
-                for h in range(4 if corrected else 0):
-                    g = h // 2
+                for h in range(2 if corrected else 0):
+                    g = 0
                     a = math.exp(case.factor * x.q[b, h, i] @ x.k_cached[b, g, c] - lse[b, h, i])
                     w = math.exp(case.factor * x.q[b, h, i] @ x.k[b, g, i] - lse[b, h, i])
                     r = 1 - a + w
@@ -162,9 +166,9 @@ WEIGHTS = (1e-12, 1e-6, 1e-3, 0.5, 0.9, 1 - 1e-3, 1 - 1e-6, 1 - 1e-12)
 def test_diagonal_weights(backend: str, device: torch.device, dtype: torch.dtype) -> None:
     """From next to nothing to nearly all, before and after: what is recomputed is exact, and the formula
     loses as many digits as r has zeros."""
-    narrow = wide(dtype)
-    for a in WEIGHTS:
-        for b in (1e-12, 0.3, 1 - 1e-12, 1e6)[:: 2 if backend == "triton" else 1]:
+    narrow, few = wide(dtype), backend == "triton"
+    for a in WEIGHTS[:: 7 if few else 1]:
+        for b in (1e-12, 0.3, 1 - 1e-12, 1e6)[:: 2 if few else 1]:
             case = weighted(a, b, dtype, device)
             start, (out, lse) = plain(case), truth(case)
             # of the inputs as they are rounded
@@ -172,7 +176,7 @@ def test_diagonal_weights(backend: str, device: torch.device, dtype: torch.dtype
             r = 1 + (column[1] - column[0]) / truth(case, own=False)[1][0, 0, 2].exp().item()
             largest = float(max(x.abs().max() for x in (case.v, case.v_cached)))
             rounding = ulp(dtype) * largest + 4 * ulp(narrow) * largest * (1 + abs(lse_of(start)))
-            for recompute_below in (0.5, INF):
+            for recompute_below in BELOW:
                 found = correct(case, start, recompute_below)
                 error = (found.out.double().cpu() - out).abs().max()
                 assert error <= 3 * rounding, (a, b, recompute_below)
@@ -199,8 +203,8 @@ def test_own_score_far_from_the_others(backend: str, device: torch.device, dtype
     """A seed as this pass has it, far above and far below all that the cache holds, and the other way
     round: nothing overflows."""
     for own, cached in ((3e4, 0.0), (-3e4, 0.0), (0.0, 3e4), (0.0, -3e4), (3e4, 2.9e4), (-3e4, -3e4)):
-        for block in (False, True):
-            case = random_pass((1, 2, 1, 5, 5, 4), dtype, device, share=0.0, scale=1.0)
+        for block in (False, True)[backend == "triton" :]:
+            case = random_pass((1, 1, 1, 5, 5, 4), dtype, device, share=0.0, scale=1.0)
             case.seeds[0, 2] = True
             case.q.fill_(1.0)
             case.k[:, :, 2, 0], case.k_cached[:, :, 2, 0] = own, cached
@@ -214,7 +218,7 @@ def test_own_score_far_from_the_others(backend: str, device: torch.device, dtype
                 assert_close(found.out.double(), out.numpy(), 1e-4 + 4 * ulp(dtype))
                 assert_close(found.lse.double(), lse.numpy(), 1e-4, 4 * ulp(torch.float32))
                 if own == 3e4 and not cached:
-                    assert_same(found.out[0, :, 2].float(), case.v[0, :, 2].float().expand(2, 4))
+                    assert_same(found.out[0, :, 2].float(), case.v[0, :, 2].float())
 
 
 def test_nothing_is_divided_by_zero(backend: str, device: torch.device) -> None:
@@ -232,7 +236,7 @@ def test_nothing_is_divided_by_zero(backend: str, device: torch.device) -> None:
 
 def test_recomputing_all_needs_neither_out_nor_lse(backend: str, device: torch.device) -> None:
     for shape in (WHOLE, BLOCK):
-        lengths = torch.tensor([9, 6], device=device)
+        lengths = torch.tensor([6, 4], device=device)
         case = some_pass(shape, torch.float32, device, share=0.5, lengths=lengths)
         start = plain(case)
         rows = corrected_rows(case)[:, None, :, None]
@@ -259,15 +263,15 @@ def test_threshold(backend: str, device: torch.device) -> None:
 def test_nothing_beyond_the_length_counts(
     backend: str, device: torch.device, dtype: torch.dtype, shift: int
 ) -> None:
-    lengths = torch.tensor([0, 7, 12], device=device)
-    for n in (12, 5):
-        case = some_pass((3, 2, 1, n, 12, 16), dtype, device, share=0.8, lengths=lengths, shift=shift)
+    lengths, few = torch.tensor([0, 3, 8], device=device), backend == "triton"
+    for n in (8, 4)[shift if few else 0 :: 2 if few else 1]:
+        case = some_pass((3, 1, 1, n, 8, 16), dtype, device, share=0.8, lengths=lengths, shift=shift)
         start = plain(case)
-        for below in (0.5, INF):
+        for below in BELOW:
             clean = correct(case, start, below)
             assert_rule(case, clean)
             junked = case.map(Tensor.clone)
-            for junk in (NAN, INF, 1e30):
+            for junk in (NAN, INF, 1e30)[: 1 if few else 3]:
                 for b, length in enumerate(lengths.tolist()):
                     for x in (junked.k_cached, junked.v_cached):
                         x[b, :, length:] = junk
@@ -295,7 +299,7 @@ def test_what_nobody_reads(backend: str, device: torch.device) -> None:
         k, v = (x.masked_fill(fresh[:, None, :, None], NAN) for x in case[1:3])
         k_cached, v_cached = (x.masked_fill(cached[:, None, :, None], NAN) for x in case[3:5])
         bare = case._replace(k=k, v=v, k_cached=k_cached, v_cached=v_cached)
-        for below in (0.5, INF):
+        for below in BELOW:
             clean, found = correct(case, start, below), correct(bare, start, below)
             assert_same(found.out, clean.out)
             assert_same(found.lse, clean.lse)
@@ -305,22 +309,21 @@ def test_a_nan_stays_in_its_row(backend: str, device: torch.device) -> None:
     for shape in (WHOLE, BLOCK):
         case = some_pass(shape, torch.float32, device, share=0.0)
         if case.positions is not None:
-            case.positions[:, 3] = 10
-            case.positions[case.positions == 10] = -1
-            case.positions[:, 3] = 10
+            case.positions[case.positions == 6] = -1
+            case.positions[:, 3] = 6
         case.seeds[:, 3] = True
         start = plain(case)
         clean = correct(case, start)
         k, q, v = case.k.clone(), case.q.clone(), case.v.clone()
-        k[1, 0, 3, 0] = q[0, 1, 3, 2] = v[0, 1, 3, 5] = NAN
-        for below in (0.5, INF):
+        k[1, 0, 3, 0] = q[0, 1, 3, 2] = v[0, 0, 3, 5] = NAN
+        for below in BELOW:
             clean, found = correct(case, start, below), correct(case._replace(k=k, q=q, v=v), start, below)
             rows = torch.zeros_like(start[1], dtype=torch.bool)
-            rows[1, :2, 3] = rows[0, 1, 3] = True
+            rows[1, :, 3] = rows[0, 1, 3] = True
             assert found.lse[rows].isnan().all()
             assert_same(found.lse[~rows], clean.lse[~rows])
             numbers = rows.unsqueeze(-1).repeat(1, 1, 1, 16)
-            numbers[0, 2:, 3, 5] = True
+            numbers[0, 0, 3, 5] = True
             assert found.out[numbers].isnan().all()
             assert_same(found.out[~numbers], clean.out[~numbers])
 
@@ -341,7 +344,7 @@ def test_padding_and_shared_places(backend: str, device: torch.device) -> None:
             shift=shift,
         )
         start = plain(case)
-        for below in (0.5, INF):
+        for below in BELOW:
             found = correct(case, start, below)
             assert_rule(case, found)
             assert_bits(case, found, start)
@@ -356,7 +359,7 @@ def test_whatever_lies_outside_is_no_seed(backend: str, device: torch.device) ->
         lengths=torch.tensor([-5, 9, 2**40], device=device),
     )
     start = plain(case)
-    for below in (0.5, INF):
+    for below in BELOW:
         found = start[0].clone(), start[1].clone()
         torch.ops.dlmkern.diagonal_correction(*found, *case[:8], 0, 0.25, below)
         assert corrected_rows(case).sum() == 4
@@ -365,7 +368,7 @@ def test_whatever_lies_outside_is_no_seed(backend: str, device: torch.device) ->
 
 
 def test_is_cover_attention(backend: str, device: torch.device) -> None:
-    lengths = torch.tensor([9, 6], device=device)
+    lengths = torch.tensor([6, 4], device=device)
     for shift in (0, 1):
         case = random_pass(WHOLE, torch.float32, device, 5, share=0.6, shift=shift, lengths=lengths)
         with dlmkern.use_backend("reference"):
@@ -394,10 +397,10 @@ def test_query_heads_share_keys_in_order(backend: str, device: torch.device) -> 
 def test_layouts_do_not_matter(
     backend: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    lengths = torch.tensor([9, 6], device=device)
+    lengths = torch.tensor([6, 4], device=device)
     case = some_pass(shape, dtype, device, lengths=lengths, share=0.6)
-    start = plain(case)
-    for below in (0.5, INF):
+    start, few = plain(case), backend == "triton"
+    for below in BELOW[dtype == torch.bfloat16 :: 2] if few else BELOW:
         expected = correct(case, start, below)
         tensors = *start, *case[:6]
         for views in zip(*(layouts(x) for x in tensors if isinstance(x, Tensor)), strict=True):
@@ -405,9 +408,9 @@ def test_layouts_do_not_matter(
             moved = Pass(*others, lengths=lengths, positions=case.positions)
             if case.positions is not None:
                 moved = moved._replace(positions=case.positions.T.contiguous().T)
-            found = correct(moved, (out, lse), below)
+            copies = [] if few else [correct(moved, (out, lse), below)]
             torch.ops.dlmkern.diagonal_correction(out, lse, *moved[:8], 0, 0.25, below)  # where they lie
-            for one in (found, (out, lse)):
+            for one in (*copies, (out, lse)):
                 assert_close(one[0].float(), expected.out.float().cpu().numpy(), max(1e-6, ulp(dtype)))
                 assert_close(one[1], expected.lse.cpu().numpy(), 1e-6)
         shared = correct(
@@ -452,14 +455,16 @@ def test_integers_of_any_dtype(backend: str, device: torch.device) -> None:
 
 
 def test_more_than_fits_one_thread(backend: str, device: torch.device) -> None:
-    length = 40 if backend == "triton" else 100
+    if backend == "triton":
+        pytest.skip("Triton's interpreter has one thread")
+    length = 100
     lengths = torch.tensor([length, length - 11], device=device)
     case = random_pass((2, 2, 1, length, length, 64), torch.float32, device, lengths=lengths, shift=1)
     start = plain(case)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = [correct(case, start, below) for below in (0.5, INF)[backend == "triton" :]]
+        found = [correct(case, start, below) for below in BELOW]
     finally:
         torch.set_num_threads(threads)
     for one in found:
@@ -556,7 +561,7 @@ def test_meta_tensors_have_shapes() -> None:
     for shape in (WHOLE, BLOCK):
         case = random_pass(shape, torch.bfloat16, torch.device("meta"))
         if shape is BLOCK:
-            case = case._replace(positions=torch.zeros((2, 6), dtype=torch.int64, device="meta"))
+            case = case._replace(positions=torch.zeros((2, 4), dtype=torch.int64, device="meta"))
         found = correct(case, (case.q, case.q[..., 0].float()))
         assert (found.out.shape, found.out.dtype) == (case.q.shape, torch.bfloat16)
         assert (found.lse.shape, found.lse.dtype, found.lse.device.type) == (
@@ -676,7 +681,7 @@ def test_errors() -> None:
 
 
 def test_registration_and_compilation(backend: str, device: torch.device) -> None:
-    lengths = torch.tensor([9, 5], device=device)
+    lengths = torch.tensor([6, 3], device=device)
     whole, block = random_pass(WHOLE, torch.float32, device), some_pass(BLOCK, torch.float32, device)
     opcheck(OP, *plain(whole), *whole[:6], None, None, 0, 0.25, 0.5)
     opcheck(OP, *plain(block), *block[:6], lengths, block.positions, 1, 0.25, INF)
