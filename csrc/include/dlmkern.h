@@ -432,9 +432,9 @@ DLMKERN_API int dlmkern_cuda_cover_seeds(const dlmkern_view* uncertainty, const 
  */
 typedef enum dlmkern_verdict {
   DLMKERN_VERDICT_NONE = 0,    /* no seed */
-  DLMKERN_VERDICT_KEEP = 1,    /* predicted == token, or remasks >= max_remasks */
+  DLMKERN_VERDICT_KEEP = 1,    /* predicted == token, or none of the two below */
   DLMKERN_VERDICT_REPLACE = 2, /* predicted != token and confidence >= tau_replace */
-  DLMKERN_VERDICT_REMASK = 3   /* otherwise */
+  DLMKERN_VERDICT_REMASK = 3   /* predicted != token, less confidence, and remasks < max_remasks */
 } dlmkern_verdict;
 
 DLMKERN_API int dlmkern_cpu_cover_verify(const dlmkern_view* confidence, const dlmkern_view* token,
