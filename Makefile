@@ -11,10 +11,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test fidelity lint format readme bench bench-cache quality quality-dapd mrf9 gpu-check clean
+.PHONY: help install demo test fidelity lint format readme bench bench-cache quality quality-dapd quality-cover mrf9 gpu-check clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 20
 
 $(VENV)/requirements: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.12, say")'
@@ -63,6 +63,9 @@ quality: install ## valid answers against forwards, DepCap beside other decoders
 
 quality-dapd: install ## the same for DAPD, and how forwards grow with the number of independent parts
 	$(BIN)/python -m benchmarks.dapd
+
+quality-cover: install ## what taking tokens back gains and costs: COVER, WINO and Saber
+	$(BIN)/python -m benchmarks.cover
 
 mrf9: install ## whether attention shows the true dependencies
 	$(BIN)/python -m benchmarks.mrf9

@@ -170,18 +170,18 @@ def saber(
 
 def cover(
     tau_draft: float = 0.7,
-    tau_replace: float = 0.9,
+    tau_replace: float = 0.9999,
     block_length: int | None = 32,
     cache: str | Cache | None = None,
     *,
     draft_most: int | None = None,
-    max_remasks: int = 1,
+    max_remasks: int = 2,
     cooldown: int = 1,
     most: int | None = None,
     combine: str = "product",
     suspects: str = "mean",
     seeds_by: str = "stability",
-    layers: float | Collection[int] = 0.3,
+    layers: float | Collection[int] = 1.0,
     verify: str = "override",
     override_layers: float = 1.0,
 ) -> Decoder:

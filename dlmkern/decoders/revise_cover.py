@@ -56,14 +56,14 @@ class COVER(RevisionRule):
             drafts from less context.
     """
 
-    tau_replace: float = 0.9
-    max_remasks: int = 1
+    tau_replace: float = 0.9999
+    max_remasks: int = 2
     cooldown: int = 1
     most: int | None = None
     combine: str = "product"
     suspects: str = "mean"
     seeds_by: str = "stability"
-    layers: float | Collection[int] = 0.3
+    layers: float | Collection[int] = 1.0
     verify: str = "override"
     override_layers: float = 1.0
 

@@ -31,7 +31,7 @@ REVOCABLE: dict[str, d.Decoder] = {
     ),
     "cover, masked": d.cover(0.05, 0.6, 10, draft_most=3, verify="masked", seeds_by="random", max_remasks=2),
     "cover, exact": d.cover(0.05, 0.6, 8, draft_most=2, verify="exact", max_remasks=2),
-    "cover, ties": d.Decoder(d.FixedBlocks(9), d.DAPD(), d.COVER(0.6, max_remasks=2)),
+    "cover, ties": d.Decoder(d.FixedBlocks(9), d.DAPD(layers=1.0), d.COVER(0.6)),
 }
 
 
@@ -282,8 +282,8 @@ def test_cover_written_out(checkpoint: str, override_layers: float) -> None:
     model = load(checkpoint)
     prompt, most = [7, 8, 9, 10], 3
     for block_length, rule in (
-        (16, d.COVER(0.4, override_layers=override_layers)),
-        (7, d.COVER(0.8, max_remasks=2, cooldown=2, override_layers=override_layers)),
+        (16, d.COVER(0.4, layers=0.3, override_layers=override_layers)),
+        (7, d.COVER(0.8, cooldown=2, layers=0.3, override_layers=override_layers)),
     ):
         decoder = d.Decoder(d.FixedBlocks(block_length), d.Threshold(0.05, most), rule)
         stream = dlmkern.generate_stream(model, [prompt], decoder, 16)
@@ -313,7 +313,7 @@ def test_one_seed_at_a_time_is_exact_without_the_cache(checkpoint: str) -> None:
 def test_layers_of_draft_and_seeds() -> None:
     d.Decoder(d.WholeSequence(), d.DAPD(layers=0.5), d.COVER(layers=0.5))
     d.Decoder(d.WholeSequence(), d.DAPD(layers=0.5), d.COVER(layers=0.3, seeds_by="uncertainty"))
-    with pytest.raises(ValueError, match=r"must look at the same layers, got layers = 0.5 and 0.3"):
+    with pytest.raises(ValueError, match=r"must look at the same layers, got layers = 0.5 and 1.0"):
         d.Decoder(d.WholeSequence(), d.DAPD(layers=0.5), d.COVER())
 
 

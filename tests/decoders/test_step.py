@@ -45,7 +45,9 @@ DECODERS = {
     "cover": d.cover(block_length=8),
     "cover, exact": d.cover(block_length=8, verify="exact", seeds_by="random", draft_most=2),
     "cover, adaptive": d.Decoder(
-        d.DepGABlocks(l_min=2, l_max=6), d.DAPD(), d.COVER(combine="sum", suspects="above_mean", most=3)
+        d.DepGABlocks(l_min=2, l_max=6),
+        d.DAPD(),
+        d.COVER(0.9, 1, most=3, combine="sum", suspects="above_mean", layers=0.3),
     ),
     "depcap": d.depcap(l_min=2, l_max=6),
     "depcap, official": d.depcap(l_min=2, l_max=6, kl="topk", topk=4, compat="official"),
