@@ -101,12 +101,8 @@ def cover_attention_kernel(
     seed_ptr += batch * L
     k_ptr += batch * k_stride_b + kv_head * k_stride_h
     v_ptr += batch * v_stride_b + kv_head * v_stride_h
-    k_cached_ptr += batch * k_cached_stride_b + kv_head * k_cached_stride_h
-    v_cached_ptr += batch * v_cached_stride_b + kv_head * v_cached_stride_h
     k_lanes = k_ptr + lane[:, None].to(tl.int64) * k_stride_d
     v_lanes = v_ptr + lane[None, :].to(tl.int64) * v_stride_d
-    k_cached_lanes = k_cached_ptr + lane[:, None].to(tl.int64) * k_cached_stride_d
-    v_cached_lanes = v_cached_ptr + lane[None, :].to(tl.int64) * v_cached_stride_d
 
     # Of each row, the seed that it predicts, -1 for none: its score and its value come first.
     own = (row % L + shift).to(tl.int64)
@@ -129,6 +125,11 @@ def cover_attention_kernel(
         peak, total, weighted = _tile(
             q, k_tile, v_tile, in_head, new, new[None, :], factor, peak, total, weighted
         )
+
+    k_cached_ptr += batch * k_cached_stride_b + kv_head * k_cached_stride_h
+    v_cached_ptr += batch * v_cached_stride_b + kv_head * v_cached_stride_h
+    k_cached_lanes = k_cached_ptr + lane[:, None].to(tl.int64) * k_cached_stride_d
+    v_cached_lanes = v_cached_ptr + lane[None, :].to(tl.int64) * v_cached_stride_d
     for start in range(first, stop, KEYS):
         key = (start + column).to(tl.int64)
         inside = key < stop
@@ -222,11 +223,11 @@ def cover_attention(
     """Attention (the dtype of q) [B, Hq, L, d] and lse, log sum exp(scale q k), float32 (float64) [B, Hq, L].
 
     q: [B, Hq, L, d] float; d at most 256, of float64 128, else ValueError. k, v, k_cached, v_cached:
-    [B, Hkv, L, d] of the same dtype; query head h goes with key head h // (Hq // Hkv). seeds: [B, L] bool, the
-    columns that are those of k_cached and v_cached; but row i sees column i + shift as k and v have it.
-    lengths: [B] int64, sequence b has keys [0, lengths[b]), None for all L; without keys the results are 0 and
-    -inf. Products are summed in float32, those of float64 in float64; those of float16 and bfloat16 run on the
-    matrix units, with the softmax's weights, but for that of a row's own seed, rounded to that dtype.
+    [B, Hkv, L, d] of the same dtype; query head h goes with key head h // (Hq // Hkv). seeds: [B, L] bool,
+    the columns that are those of k_cached and v_cached; but row i sees column i + shift as k and v have it.
+    lengths: [B] int64, sequence b has keys [0, lengths[b]), None for all L; without keys the results are 0
+    and -inf. Products are summed in float32, those of float64 in float64; those of float16 and bfloat16 run
+    on the matrix units, with the softmax's weights, but for that of a row's own seed, rounded to that dtype.
     """
     launches, outputs = plan(q, k, v, k_cached, v_cached, seeds, lengths, shift, scale)
     run(launches, q.device)

@@ -34,7 +34,7 @@ def cover_verify_kernel(
     seed = tl.load(seed_ptr + i, mask=inside, other=0) != 0
     remasks = tl.load(remask_ptr + i, mask=inside, other=0)
     verdict = tl.where(remasks < max_remasks, REMASK, KEEP)
-    verdict = tl.where(confidence >= tau_replace, REPLACE, verdict)
+    verdict = tl.where(confidence >= tl.full((), tau_replace, tl.float64), REPLACE, verdict)
     verdict = tl.where(predicted == token, KEEP, verdict)
     tl.store(verdict_ptr + i, tl.where(seed, verdict, NONE).to(tl.int64), mask=inside)
 

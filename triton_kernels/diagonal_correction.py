@@ -14,7 +14,7 @@ from .attention import LARGEST_HEAD, check_size, key_count
 from .dtypes import narrow, wide
 from .launch import Launch, run
 
-_TILE = 4096  # numbers in the tile of keys that a program holds
+_TILE_BYTES = 16384  # of the tile of keys that a program holds, in float32 or float64
 _NUM_WARPS = 4
 _STRIDES = tuple(
     f"{name}_stride_{axis}"
@@ -136,8 +136,7 @@ def diagonal_correction_kernel(
     if (verified == 0) | (place < 0) | (place >= length):
         return
 
-    head = tl.program_id(1).to(tl.int64)
-    kv_head = head // groups
+    head, kv_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // groups).to(tl.int64)
     lane = tl.arange(0, LANES).to(tl.int64)
     in_head = lane < D
     out_ptr += batch * out_stride_b + head * out_stride_h + row * out_stride_n
@@ -155,37 +154,38 @@ def diagonal_correction_kernel(
     old_v_row = v_cached_ptr + place * v_cached_stride_l + lane * v_cached_stride_d
     old_k = tl.load(old_k_row, mask=in_head, other=0.0)
     before = tl.load(lse_ptr).to(tl.float64)
-    a = tl.exp(_product(q, old_k) * scale - before)
-    gap = _product(q, own_k) * scale - before  # log b
+    factor = tl.full((), scale, tl.float64)
+    a = tl.exp(_product(q, old_k) * factor - before)
+    gap = _product(q, own_k) * factor - before  # log b
     # Both of 1 - a and b divided by exp(top), so that neither overflows.
     top = tl.where(gap > 0.0, gap, 0.0)
     small, b = tl.exp(-top), tl.exp(gap - top)
     r = (1.0 - a) * small + b
-    out_row = out_ptr + lane * out_stride_d
     if r > recompute_below * small:
-        old_out = wide(tl.load(out_row, mask=in_head, other=0.0)).to(tl.float64)
+        small, b = small / r, b / r
+        old_out = tl.load(out_ptr + lane * out_stride_d, mask=in_head, other=0.0)
         old_v = wide(tl.load(old_v_row, mask=in_head, other=0.0)).to(tl.float64)
-        out = small / r * old_out - a * small / r * old_v + b / r * own_v.to(tl.float64)
-        tl.store(out_row, narrow(out.to(q.dtype), out_ptr.dtype.element_ty), mask=in_head)
-        tl.store(lse_ptr, (before + top + tl.log(r)).to(q.dtype))
+        closed = small * wide(old_out).to(tl.float64) - a * small * old_v + b * own_v.to(tl.float64)
+        out, lse = closed.to(q.dtype), (before + top + tl.log(r)).to(q.dtype)
     else:  # the softmax starts with the seed's own column, which the walks then skip
-        factor = tl.full((), scale, q.dtype)
-        peak = tl.sum(q * own_k, 0) * factor
+        factor_of_q = factor.to(q.dtype)
+        peak = tl.sum(q * own_k, 0) * factor_of_q
         total = (peak != -float("inf")).to(q.dtype)
         k_lanes, v_lanes = k_cached_ptr + lane * k_cached_stride_d, v_cached_ptr + lane * v_cached_stride_d
+        some = seed_ptr if position_ptr is None else None
         peak, total, weighted = _walk(
             q, k_lanes, v_lanes, k_cached_stride_l, v_cached_stride_l, in_head,
-            seed_ptr if position_ptr is None else None, 1, length, place, factor, peak, total, own_v, KEYS,
+            some, 1, length, place, factor_of_q, peak, total, own_v, KEYS,
         )  # fmt: skip
         if position_ptr is None:  # the caches hold the seeds alone
             k_lanes, v_lanes = k_ptr + lane * k_stride_d, v_ptr + lane * v_stride_d
             peak, total, weighted = _walk(
                 q, k_lanes, v_lanes, k_stride_n, v_stride_n, in_head,
-                seed_ptr, 0, length, place, factor, peak, total, weighted, KEYS,
+                seed_ptr, 0, length, place, factor_of_q, peak, total, weighted, KEYS,
             )  # fmt: skip
-        mean = weighted / tl.where(total == 0.0, 1.0, total)
-        tl.store(out_row, narrow(mean, out_ptr.dtype.element_ty), mask=in_head)
-        tl.store(lse_ptr, peak + tl.log(total))
+        out, lse = weighted / tl.where(total == 0.0, 1.0, total), peak + tl.log(total)
+    tl.store(out_ptr + lane * out_stride_d, narrow(out, out_ptr.dtype.element_ty), mask=in_head)
+    tl.store(lse_ptr, lse)
 
 
 def plan(
@@ -231,7 +231,7 @@ def plan(
         **dict(zip(_STRIDES, strides, strict=True)),
         "D": d,
         "LANES": lanes,
-        "KEYS": _TILE // max(lanes, 32),
+        "KEYS": _TILE_BYTES // (max(lanes, 32) * lse.element_size()),
     }
     return [Launch(diagonal_correction_kernel, (B * n, Hq), arguments, _NUM_WARPS)], None
 

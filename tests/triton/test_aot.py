@@ -31,7 +31,11 @@ if not INTERPRETED:
         cap_select,
         confidence_select,
         conflict_matrix,
+        cover_attention,
+        cover_seeds,
+        cover_verify,
         dapd_select,
+        diagonal_correction,
         independent_set,
         kv_block_write,
         token_stats,
@@ -120,6 +124,35 @@ def dapd_launches(M: int, dtype: torch.dtype, symmetric: bool) -> list[Launch]:
     return dapd_select.plan(scores, confidence, valid, threshold, threshold, threshold, symmetric)[0]
 
 
+def cover_launches(Hq: int, Hkv: int, L: int, d: int, dtype: torch.dtype) -> list[Launch]:
+    q, k = (torch.empty(1, L, H, d, dtype=dtype).transpose(1, 2) for H in (Hq, Hkv))
+    cached, seeds = torch.empty(1, Hkv, L, d, dtype=dtype), torch.empty(1, L, dtype=torch.bool)
+    lengths = torch.empty(1, dtype=torch.int64)
+    return cover_attention.plan(q, k, k, cached, cached, seeds, lengths, 0, d**-0.5)[0]
+
+
+def correction_launches(Hq: int, Hkv: int, d: int, dtype: torch.dtype, placed: bool) -> list[Launch]:
+    n = 32
+    q, k = (torch.empty(1, n, H, d, dtype=dtype).transpose(1, 2) for H in (Hq, Hkv))
+    lse = torch.empty(1, Hq, n, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    cached, seeds = torch.empty(1, Hkv, 1024 if placed else n, d, dtype=dtype), torch.empty(1, n).bool()
+    positions = torch.empty(1, n, dtype=torch.int64) if placed else None
+    lengths = torch.empty(1, dtype=torch.int64)
+    rest = (seeds, lengths, positions, 0, d**-0.5, 0.5)
+    return diagonal_correction.plan(q, lse, q, k, k, cached, cached, *rest)[0]
+
+
+def seeds_launches(n: int, dtype: torch.dtype, everything: bool) -> list[Launch]:
+    x, most = torch.empty(2, n, dtype=dtype), torch.empty(2, dtype=torch.int64)
+    rest = (x, x, torch.empty(2, n, dtype=torch.bool)) if everything else (None, None, None)
+    return cover_seeds.plan(x, *rest, most, everything, everything)[0]
+
+
+def verify_launches() -> list[Launch]:
+    x, y = torch.empty(2, 32, dtype=torch.int64), torch.empty(2, 32, dtype=torch.float64)
+    return cover_verify.plan(y, x, x, torch.empty(2, 32, dtype=torch.bool), x, 0.9, 1)[0]
+
+
 FEW, MANY = 32, 4096  # rows that are sliced, rows that are not
 CASES: dict[str, Callable[[], list[Launch]]] = {
     "token_stats bf16, few rows": partial(stats_launches, FEW, V, torch.bfloat16, False, torch.float64),
@@ -173,6 +206,16 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     "attention_graph f32, 1 of 1": partial(graph_launches, 1, 1, 1, 1, 1, torch.float32, True),
     "dapd_select f32, M = 32": partial(dapd_launches, 32, torch.float32, False),
     "dapd_select f64, M = 2048": partial(dapd_launches, 2048, torch.float64, True),
+    "cover_attention bf16, 32 of 128": partial(cover_launches, 32, 32, 1024, 128, torch.bfloat16),
+    "cover_attention f16, 28 to 4 of 80": partial(cover_launches, 28, 4, 128, 80, torch.float16),
+    "cover_attention f32, 8 to 1 of 256": partial(cover_launches, 8, 1, 512, 256, torch.float32),
+    "cover_attention f64, 8 of 64": partial(cover_launches, 8, 8, 300, 64, torch.float64),
+    "diagonal_correction bf16, 32 of 128": partial(correction_launches, 32, 32, 128, torch.bfloat16, False),
+    "diagonal_correction f32, 8 to 1 of 256": partial(correction_launches, 8, 1, 256, torch.float32, True),
+    "diagonal_correction f64, 8 of 80": partial(correction_launches, 8, 8, 80, torch.float64, True),
+    "cover_seeds f32, n = 32": partial(seeds_launches, 32, torch.float32, False),
+    "cover_seeds f64, n = 2048": partial(seeds_launches, 2048, torch.float64, True),
+    "cover_verify": verify_launches,
 }
 # Bytes of shared memory that a program may have; the smaller GPUs of the sm_80 family set its limit.
 SHARED = {"sm_80": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
@@ -214,8 +257,8 @@ class Usage(NamedTuple):
 def usage(kernel: CompiledKernel, folder: Path) -> Usage:
     if "amdgcn" in kernel.asm:
         entry = {key: int(n) for key, n in re.findall(r"\.(\w+):\s+(\d+)\n", kernel.asm["amdgcn"])}
-        spills = entry["vgpr_spill_count"] + entry["sgpr_spill_count"] + entry["private_segment_fixed_size"]
-        return Usage(entry["vgpr_count"], spills)
+        # Scalars that do not fit go to lanes of a vector register: what counts is what goes to memory.
+        return Usage(entry["vgpr_count"], entry["vgpr_spill_count"] + entry["private_segment_fixed_size"])
     binary = folder / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -278,9 +321,9 @@ def instructions(case: str, target: str, pattern: str) -> set[str]:
 def test_attention_multiplies_on_the_matrix_units(name: str) -> None:
     """float16 and bfloat16 as they are; float32 never, not as tf32 either."""
     wanted = {"bf16": {"bf16.bf16", "kind::f16"}, "f16": {"f16.f16", "kind::f16"}, "f32": set()}
-    products = {"block_attention_kernel", "row_lse_kernel", "entries_kernel"}
+    products = {"block_attention_kernel", "row_lse_kernel", "entries_kernel", "cover_attention_kernel"}
     for case in CASES:
-        if kind := re.match(r"(?:block_attention|attention_graph) (\w+)", case):
+        if kind := re.match(r"(?:block_attention|attention_graph|cover_attention) (f32|b?f16)", case):
             for launch, kernel in compiled_case(case, name):
                 if launch.kernel.__name__ in products:
                     ptx = kernel.asm["ptx"]
@@ -304,6 +347,8 @@ def test_rows_of_the_cache_move_16_bytes_at_a_time() -> None:
         "block_attention f32, 32 of 64",
         "attention_graph bf16, 32 heads of 128",
         "attention_graph f32, 32 of 64",
+        "cover_attention bf16, 32 of 128",
+        "cover_attention f32, 8 to 1 of 256",
     ):
         assert instructions(case, "sm_90", copies) == {"0x10"}
 
@@ -327,3 +372,21 @@ def test_dapd_is_rounded_like_the_reference(name: str, tmp_path: Path) -> None:
                 assert "DADD" in listing
                 assert "DFMA" not in listing
                 assert set(re.findall(r"div\S*f64", select.asm["ptx"])) == {"div.rn.f64"}
+
+
+@compiled
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds_are_rounded_like_the_reference(name: str) -> None:
+    """Scores and shares as IEEE 754 has them, sums without fused products."""
+    for case in CASES:
+        if case.startswith("cover_seeds"):
+            (_, score), (_, choose) = compiled_case(case, name)
+            for kernel in (score, choose):
+                if name == "gfx942":
+                    assert re.search(r"v_div_fixup_f64", kernel.asm["amdgcn"])
+                else:
+                    ptx = kernel.asm["ptx"]
+                    assert set(re.findall(r"div\S*f64", ptx)) == {"div.rn.f64"}
+                    assert not re.search(r"fma\S*f64", ptx)
+                    # Nothing is left to the assembler either: what is multiplied is not added up.
+                    assert kernel is score or not re.search(r"mul\S*f64", ptx)
