@@ -50,7 +50,7 @@ def test_against_truth(
     backend: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     few = backend == "triton"
-    if few and shape == SHAPES[3] and dtype != torch.float32:
+    if few and shape in SHAPES[2:] and dtype != torch.float32:
         pytest.skip("as many positions of other dtypes take too long in Triton's interpreter")
     batch, length = shape[0], shape[3]
     for shift, lengths, share in (
@@ -436,8 +436,9 @@ def test_errors() -> None:
 def test_registration_and_compilation(backend: str, device: torch.device) -> None:
     lengths = torch.tensor([6, 3], device=device)
     case = random_pass(SMALL, torch.float32, device)
-    opcheck(OP, *case[:6], None, 0, 0.25)
-    opcheck(OP, *case[:6], lengths, 1, 0.25)
+    small = case.row(0).map(lambda x: x[:, :1])._replace(seeds=case.seeds[:1])
+    opcheck(OP, *small[:6], None, 0, 0.25)
+    opcheck(OP, *small[:6], lengths[:1], 1, 0.25)
     compiled = torch.compile(dlmkern.cover_attention, fullgraph=True, backend="aot_eager")
     for one, other in zip(compiled(*case[:6], lengths), attend(case._replace(lengths=lengths)), strict=True):
         assert_same(one, other)

@@ -176,7 +176,7 @@ def test_by_hand(backend: str, device: torch.device) -> None:
 
 def test_number_of_seeds(backend: str, device: torch.device) -> None:
     """ceil(sqrt(n_t pi_t)), at the squares and next to them: t positions alike have the sum t."""
-    for t in range(1, 18):
+    for t in (1, 2, 5, 9, 10) if backend == "triton" else range(1, 18):
         count = math.ceil(math.sqrt(t))
         assert count**2 >= t > (count - 1) ** 2
         assert chosen(device, [0.7] * t)[0] == list(range(count))

@@ -66,11 +66,11 @@ def test_against_truth(
     backend: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     few = backend == "triton"  # in the interpreter, where a seed takes tens of milliseconds a head
-    if few and shape == SHAPES[3] and dtype != torch.float32:
+    if few and shape in SHAPES[2:] and dtype != torch.float32:
         pytest.skip("as many positions of other dtypes take too long in Triton's interpreter")
     batch, length = shape[0], shape[4]
     for shift, lengths, share in (
-        (0, None, 0.4),
+        (0, None, 0.15 if few else 0.4),
         (1, [length] * batch, 0.4),
         (0, [(length + 1) // 2, length][:batch], 1.0),
         (1, [length - 1, 0][:batch], 0.7),
@@ -683,8 +683,12 @@ def test_errors() -> None:
 def test_registration_and_compilation(backend: str, device: torch.device) -> None:
     lengths = torch.tensor([6, 3], device=device)
     whole, block = random_pass(WHOLE, torch.float32, device), some_pass(BLOCK, torch.float32, device)
-    opcheck(OP, *plain(whole), *whole[:6], None, None, 0, 0.25, 0.5)
-    opcheck(OP, *plain(block), *block[:6], lengths, block.positions, 1, 0.25, INF)
+    small = whole.row(0).map(lambda x: x[:, :1])._replace(seeds=whole.seeds[:1])
+    opcheck(OP, *plain(small), *small[:6], None, None, 0, 0.25, 0.5)
+    small = (
+        block.row(0).map(lambda x: x[:, :1])._replace(seeds=block.seeds[:1], positions=block.positions[:1])
+    )
+    opcheck(OP, *plain(small), *small[:6], lengths[:1], small.positions, 1, 0.25, INF)
 
     def both(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         corrected = dlmkern.diagonal_correction(out, lse, *whole[:6], lengths)
