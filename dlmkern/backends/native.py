@@ -31,6 +31,8 @@ DTYPE_CODE = {
 ALIGNMENT = 256  # of the scratch memory, in bytes
 # cover_attention corrects no row by a division by less, which would magnify errors; these are computed anew.
 RECOMPUTE_BELOW = 0.9
+# Of the keys that it puts together, cover_attention holds that much at once for each thread: they stay in cache.
+HEADS_BYTES = 1 << 20
 
 
 def view(tensor: Tensor) -> View:
@@ -404,22 +406,34 @@ class CpuKernels(Kernels):
         shift: int,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """torch's attention over the keys that all queries see, corrected; the reference's where that hands
-        out no log-sum-exp."""
+        """torch's attention over the keys that all queries see, some heads at a time; then the correction.
+        The reference's where torch's hands out no log-sum-exp."""
         arguments = (q, k, v, k_cached, v_cached, seeds, lengths, shift, scale)
         if q.numel() == 0:
             return reference.cover_attention(*arguments)
         beyond = None
         if lengths is not None and bool((lengths < k.shape[2]).any()):
             beyond = torch.arange(k.shape[2]) >= lengths[:, None]
-        keys, values = (_seen_by_all(*x, seeds, beyond) for x in ((k, k_cached), (v, v_cached)))
         key_mask = None if beyond is None else ~beyond[:, None, None, :]
-        out, lse = attention_with_lse(q, keys, values, key_mask, scale)
-        if lse is None:
-            return reference.cover_attention(*arguments)
-        out = out.contiguous()
-        if lengths is not None:
-            nothing = lengths <= 0
+        rows = seeds.nonzero(as_tuple=True)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        heads = max(1, HEADS_BYTES * torch.get_num_threads() // k[:, :1].nbytes)
+        group = q.shape[1] // k.shape[1]
+        for some_q, some_out, some_lse, some_k, some_v, some_k_cached, some_v_cached in zip(
+            *(x.split(heads * group, dim=1) for x in (q, out, lse)),
+            *(x.split(heads, dim=1) for x in (k, v, k_cached, v_cached)),
+            strict=True,
+        ):
+            keys = _seen_by_all(some_k, some_k_cached, rows, beyond)
+            values = _seen_by_all(some_v, some_v_cached, rows, beyond)
+            attended, sums = attention_with_lse(some_q, keys, values, key_mask, scale)
+            if sums is None:
+                return reference.cover_attention(*arguments)
+            some_out.copy_(attended)
+            some_lse.copy_(sums)
+        if beyond is not None:
+            nothing = beyond[:, 0]
             out[nothing], lse[nothing] = 0.0, -torch.inf
         self.diagonal_correction(
             out, lse, q, k, v, k_cached, v_cached, seeds, lengths, None, shift, scale, RECOMPUTE_BELOW
@@ -427,9 +441,9 @@ class CpuKernels(Kernels):
         return out, lse
 
 
-def _seen_by_all(fresh: Tensor, cached: Tensor, seeds: Tensor, beyond: Tensor | None) -> Tensor:
-    """Keys or values `[B, H, L, d]`: those of seeds from the cache, and zeros `beyond` the lengths."""
-    batch, place = seeds.nonzero(as_tuple=True)
+def _seen_by_all(fresh: Tensor, cached: Tensor, rows: tuple[Tensor, ...], beyond: Tensor | None) -> Tensor:
+    """Keys or values `[B, H, L, d]`, of seeds (`rows`) from the cache, and zeros `beyond` the lengths."""
+    batch, place = rows
     if beyond is None and len(place) == 0:
         return fresh
     seen = fresh.clone()
