@@ -263,7 +263,10 @@ def test_threshold(backend: str, device: torch.device) -> None:
 def test_nothing_beyond_the_length_counts(
     backend: str, device: torch.device, dtype: torch.dtype, shift: int
 ) -> None:
-    lengths, few = torch.tensor([0, 3, 8], device=device), backend == "triton"
+    few = backend == "triton"
+    if few and shift == (dtype == torch.float32):
+        pytest.skip("both shifts of both dtypes take too long in Triton's interpreter")
+    lengths = torch.tensor([0, 3, 8], device=device)
     for n in (8, 4)[shift if few else 0 :: 2 if few else 1]:
         case = some_pass((3, 1, 1, n, 8, 16), dtype, device, share=0.8, lengths=lengths, shift=shift)
         start = plain(case)
@@ -397,10 +400,13 @@ def test_query_heads_share_keys_in_order(backend: str, device: torch.device) -> 
 def test_layouts_do_not_matter(
     backend: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
+    few = backend == "triton"
+    if few and (shape == WHOLE) != (dtype == torch.float32):
+        pytest.skip("every layout of everything takes too long in Triton's interpreter")
     lengths = torch.tensor([6, 4], device=device)
-    case = some_pass(shape, dtype, device, lengths=lengths, share=0.6)
-    start, few = plain(case), backend == "triton"
-    for below in BELOW[dtype == torch.bfloat16 :: 2] if few else BELOW:
+    case = some_pass(shape, dtype, device, lengths=lengths, share=0.4)
+    start = plain(case)
+    for below in BELOW[shape == WHOLE :: 2] if few else BELOW:
         expected = correct(case, start, below)
         tensors = *start, *case[:6]
         for views in zip(*(layouts(x) for x in tensors if isinstance(x, Tensor)), strict=True):
