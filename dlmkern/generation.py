@@ -43,7 +43,7 @@ class GenerationOutput:
     step_map: Tensor
     """int64 `[B, G]`: 0-based index of the forward pass that fixed the token for good."""
     revisions: Tensor
-    """int64 `[B]`: how often a committed token was masked again or replaced."""
+    """int64 `[B]`: how often a token that a forward pass had seen was masked again or replaced."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def generate(
         input_ids: int64 `[B, P]`, or a list of token lists (or int64 `[P]` tensors) of any lengths. Or text,
             one string or a list of them. A prompt may be empty if the model accepts that; it must not contain
             the mask.
-        decoder: "vanilla", "threshold", "factor", "dream" or "depcap", with its default settings, or a
-            `Decoder`.
+        decoder: a name in `decoders.PRESETS`, such as "depcap" or "threshold", for that method with its
+            default settings, or a `Decoder`.
         gen_length: tokens to generate for each prompt.
         temperature: 0 commits the likeliest token; above, one drawn from `softmax(logits / temperature)`.
             Confidence is the token's probability at temperature 1 in any case, so thresholds keep their

@@ -76,7 +76,7 @@ def compare(
             began = time.perf_counter()
             stream = generate_stream(model, prompts, decoder, gen_length, **settings)
             for step in stream:
-                progress.advance(bar, sum(len(row.tokens) for row in step.rows))
+                progress.advance(bar, sum(_filled(row) for row in step.rows))
             output = stream.result()
             seconds = time.perf_counter() - began
             nfe = output.nfe.double().mean().item()
@@ -151,6 +151,11 @@ def step_lines(steps: Iterable[Step], symbol: Callable[[int], str]) -> Iterator[
             taken_back = "".join(f" -{position}" for position in row.remasked)
             block = f"{row.block_start}-{row.block_start + row.block_length - 1}"
             yield f"forward {step.forward}, row {row.row}, block {block}: {tokens}{taken_back}"
+
+
+def _filled(row: RowStep) -> int:
+    """How many masks less there are."""
+    return len(row.tokens) - row.reasons.count(Reason.REPLACED) - len(row.remasked)
 
 
 def _bracketed(shown: list[Text], start: int, end: int) -> Text:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from dlmkern.decoders import _check
 from dlmkern.decoders.blocks import BlockSchedule
-from dlmkern.decoders.cache import Cache, find_cache
-from dlmkern.decoders.revise import RevisionRule
+from dlmkern.decoders.cache import Cache, DualCache, find_cache
+from dlmkern.decoders.revise import VIEWS, RevisionRule
 from dlmkern.decoders.unmask import UnmaskingRule
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """How a masked answer is filled in: four choices, of which any combination works.
+    """How a masked answer is filled in: four choices, which combine freely but for what `Raises` names.
 
     Args:
         blocks: where blocks end: `FixedBlocks`, `WholeSequence` or `DepGABlocks`.
@@ -35,7 +35,10 @@ class Decoder:
             rules `Factor`, `DreamSchedule` and `DAPD` have a `compat` of their own; the presets set both.
 
     Raises:
-        ValueError: a choice is not one of the above.
+        ValueError: a choice is not one of the above. Or two do not go together: a revision rule needs an
+            unmasking rule that does not count its steps, and the same layers if both look at attention; WINO
+            needs blocks that do not grow, and growing blocks no `DualCache`, which computes nothing beyond
+            the block.
     """
 
     blocks: BlockSchedule
@@ -53,6 +56,8 @@ class Decoder:
         if self.revise is not None:
             self._check_revise(self.revise)
         object.__setattr__(self, "cache", find_cache(self.cache))
+        if isinstance(self.cache, DualCache) and self.blocks.looks_ahead:
+            raise ValueError(f"blocks that grow need no cache or a PrefixCache, got {self.cache!r}")
         _check.finite_number_from_zero("cfg_scale", self.cfg_scale)
         _check.compat(self.compat)
 
@@ -64,6 +69,10 @@ class Decoder:
     def _check_revise(self, revise: RevisionRule) -> None:
         if not isinstance(revise, RevisionRule):
             raise ValueError(f"revise must be a RevisionRule or None, got {revise!r}")
+        if revise.view not in VIEWS:
+            raise ValueError(f"revise must have a view of {', '.join(VIEWS)}, got {revise.view!r}")
+        if revise.view == "shadow" and self.blocks.looks_ahead:
+            raise ValueError(f"revise: {revise!r} needs blocks that do not grow, got {self.blocks!r}")
         if self.unmask.counts_steps:
             raise ValueError(f"revise needs an unmask that does not count its steps, got {self.unmask!r}")
         layers, wanted = self.unmask.attention_layers([0.0]), revise.attention_layers()

@@ -1,4 +1,5 @@
-"""The methods by name; the defaults are those of their papers."""
+"""The methods by name. The defaults are those of their papers; what COVER's leaves open is as docs/cover.md
+found it best."""
 
 from __future__ import annotations
 

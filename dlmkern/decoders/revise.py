@@ -26,8 +26,10 @@ class Verification(NamedTuple):
     confidence: Tensor
     """float64: its probability."""
     present: Tensor
-    """float64: the probability of the token that is there. All three are leave-one-out, that is, the model
-    was not shown the token, where `RevisionRule.view` promises it; they mean nothing at masked positions."""
+    """float64: the probability of the token that is there; it means nothing at masked positions.
+
+    All three are leave-one-out, that is, the model was not shown the token, where `RevisionRule.view`
+    promises it. With the views "exact" and "shadow" they are 0 where nothing is verified."""
 
 
 class Revision(NamedTuple):
@@ -75,8 +77,8 @@ class RevisionRule(ABC):
         in `UnmaskingRule.attention_layers`. None: no graph is wanted."""
         return None
 
-    def patience(self, length: int | Tensor) -> int | Tensor:
-        """After how many steps in a block of this length nothing is masked again."""
+    def patience(self, length: Tensor) -> Tensor:
+        """After how many steps in blocks of these lengths, int64 `[B]`, nothing is masked again."""
         return length
 
     def start(self, state: State) -> tuple[Tensor, ...]:
@@ -134,7 +136,7 @@ class Saber(RevisionRule):
 
     A step that commits k tokens and leaves a mask in the block masks `min(max(n // 2, ceil(k / 8)), k - 1)`
     positions again, those of the block where the largest probability has fallen most since the last pass;
-    what the step itself commits counts among them. Before the first pass it counts as 0.
+    what the step itself commits counts among them. It counts as 0 before the first pass that predicts it.
 
     Args:
         n: the least number of commits a step of `MeanThreshold`, which goes with it.
@@ -152,11 +154,10 @@ class Saber(RevisionRule):
         self, candidates: Candidates, selection: Selection, verification: Verification, state: State
     ) -> Revision:
         (last,) = state.memory
-        scratch = state.ids.shape[1] - 1
         commits = selection.selected.sum(-1)
         filled = (candidates.masked & ~selection.selected).sum(-1) == 0
         count = torch.minimum((commits + 7).div(8, rounding_mode="floor").clamp(min=self.n // 2), commits - 1)
-        place = candidates.position.clamp(max=scratch)
+        place = torch.where(candidates.predicted, candidates.position, state.ids.shape[1] - 1)
         remask = ops.confidence_select(
             confidence=last.gather(1, place) - verification.confidence,
             mask=candidates.committed | selection.selected,

@@ -15,7 +15,6 @@ from dlmkern.decoders.sampling import SEED_STREAM, uniform
 from dlmkern.decoders.state import State
 from dlmkern.decoders.unmask import Candidates, Selection
 from dlmkern.graph import layer_choice
-from dlmkern.ops._check import is_int
 from dlmkern.ops.cover_seeds import COMBINATIONS, SUSPECTS
 
 SEEDS_BY = ("stability", "uncertainty", "random")
@@ -69,8 +68,7 @@ class COVER(RevisionRule):
 
     def __post_init__(self) -> None:
         _check.number("tau_replace", self.tau_replace)
-        if not is_int(self.max_remasks) or not 0 <= self.max_remasks < 2**31:
-            raise ValueError(f"max_remasks must be an integer of at least 0, got {self.max_remasks!r}")
+        _check.positive_int("max_remasks", self.max_remasks)
         _check.positive_int("cooldown", self.cooldown)
         if self.most is not None:
             _check.positive_int("most", self.most)
@@ -84,6 +82,8 @@ class COVER(RevisionRule):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         object.__setattr__(self, "layers", layer_choice(self.layers))
         _check.probability("override_layers", self.override_layers)
+        if self.verify != "override" and self.override_layers != 1:
+            raise ValueError(f'override_layers goes with verify = "override", got {self.verify!r}')
 
     @property
     def view(self) -> str:
@@ -96,8 +96,8 @@ class COVER(RevisionRule):
     def attention_layers(self) -> float | Collection[int] | None:
         return self.layers if self.seeds_by == "stability" else None
 
-    def patience(self, length: int | Tensor) -> int | Tensor:
-        return self.max_remasks * length
+    def patience(self, length: Tensor) -> Tensor:
+        return (1 + self.max_remasks) * length  # more than it takes, as each step fills a mask
 
     def start(self, state: State) -> tuple[Tensor, ...]:
         # By position: passes that have shown the token; how often it was masked again; doubt.
@@ -130,8 +130,8 @@ class COVER(RevisionRule):
         doubt = torch.where(seeds | selection.selected, 1 - probability, doubt)
 
         eligible = candidates.committed & (shown >= 1) & (remasks < self.max_remasks)
-        open_ = (candidates.masked & ~selection.selected) | remask
-        choice = self._choose(candidates, state, doubt, eligible, open_, changed)
+        masked = (candidates.masked & ~selection.selected) | remask
+        choice = self._choose(candidates, state, doubt, eligible, masked, changed)
         inside = candidates.masked | candidates.committed
         target = torch.where(inside, place, state.ids.shape[1] - 1)
         memory = tuple(
@@ -156,10 +156,8 @@ class COVER(RevisionRule):
         elif self.seeds_by == "stability":
             assert candidates.graph is not None  # its node i is position i of the block
             attention = candidates.graph.scores.double()
-            many = attention.shape[1]
-            influence, drift = torch.zeros_like(doubt), torch.zeros_like(doubt)
-            influence[:, :many] = (attention * masked[:, :many, None]).sum(1)
-            drift[:, :many] = (attention * changed[:, None, :many]).sum(2)
+            influence = torch.einsum("bij,bi->bj", attention, masked.double())
+            drift = torch.einsum("bij,bj->bi", attention, changed.double())
         return ops.cover_seeds(
             doubt,
             influence,

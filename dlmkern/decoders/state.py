@@ -76,7 +76,7 @@ class State(NamedTuple):
     """bool `[B, L + 1]`: committed positions that the next forward pass verifies, if the revision rule
     chooses some."""
     revisions: Tensor
-    """int64 `[B]`: how often a committed token has been taken back or replaced so far."""
+    """int64 `[B]`: how often a token that a forward pass had seen has been taken back or replaced so far."""
     memory: tuple[Tensor, ...]
     """What the revision rule keeps, each `[B, ...]`."""
     previous: tuple[Tensor, ...] | None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlmkern import ops
 from dlmkern.decoders.decoder import Decoder
-from dlmkern.decoders.revise import Revision, Verification
+from dlmkern.decoders.revise import Revision, RevisionRule, Verification
 from dlmkern.decoders.sampling import (
     TOKEN_STREAM,
     Draw,
@@ -108,24 +108,24 @@ def step(
     is_mask = current == plan.mask_token_id
     masked = inside & is_mask
     candidates = Candidates(
-        scored[:, :width], token, confidence, score, stats.logsumexp, masked, inside & ~is_mask, position,
-        current, graph,
+        scored[:, :width], token, confidence, score, stats.logsumexp, masked, inside & ~is_mask,
+        position < state.end.unsqueeze(1) if blocks.looks_ahead else inside, position, current, graph,
     )  # fmt: skip
     selection = plan.decoder.unmask.select(candidates, state, blocks.count(plan.gen_length))
     if opens and plan.first_alone:
         selection = _first_alone(selection, masked, state)
 
     bad = masked & score.isnan()  # as it is where there is no token
-    before = state
-    state = _write(state, selection.selected, position, token, confidence, selection.reason)
     masks_left = masked & ~selection.selected
+    new = _write(state, selection.selected, position, token, confidence, selection.reason)
     if revise is not None:
-        verification = _verification(candidates, stats, without, before, plan)
-        revision = revise.revise(candidates, selection, verification, before)
-        bad = bad | (verification.present.isnan() & _at(before.seeds, position) & candidates.committed)
-        remask = revision.remask & (state.block_step < revise.patience(state.block_length)).unsqueeze(1)
-        state = _revised(state, revision, remask, verification, position, plan)
-        masks_left = masks_left | remask
+        verification = _verification(candidates, stats, without, state, plan)
+        bad = bad | (candidates.committed & verification.confidence.isnan())
+        revision = revise.revise(candidates, selection, verification, state)
+        revision = _bounded(revision, revise, state)
+        masks_left = masks_left | revision.remask
+        new = _revised(new, revision, verification, candidates, plan)
+    state = new
 
     block_end = state.block_start + state.block_length
     count = masks_left.sum(-1)
@@ -160,21 +160,28 @@ def _write(
     )
 
 
+def _bounded(revision: Revision, revise: RevisionRule, state: State) -> Revision:
+    """The same, but nothing is masked again when the rule's patience is at its end."""
+    patient = state.block_step < revise.patience(state.block_length)
+    return revision._replace(remask=revision.remask & patient.unsqueeze(1))
+
+
 def _revised(
-    state: State, revision: Revision, remask: Tensor, verification: Verification, position: Tensor, plan: Plan
+    state: State, revision: Revision, verification: Verification, candidates: Candidates, plan: Plan
 ) -> State:
     """Replace tokens, mask others again, and note what to verify next."""
-    scratch = state.ids.shape[1] - 1
+    position, scratch = candidates.position, state.ids.shape[1] - 1
     state = _write(
         state, revision.replace, position, verification.token, verification.confidence, Reason.REPLACED
     )
-    target = torch.where(remask, position, scratch)
-    seeds = torch.where(revision.seeds & ~remask, position, scratch)
+    taken_back = revision.remask & candidates.committed  # and not only just committed
+    target = torch.where(revision.remask, position, scratch)
+    seeds = torch.where(revision.seeds, position, scratch)
     return state._replace(
         ids=state.ids.scatter(1, target, plan.mask_token_id),
         step_map=state.step_map.scatter(1, target, -1),
         reason=state.reason.scatter(1, target, -1),
-        revisions=state.revisions + (remask | revision.replace).sum(-1),
+        revisions=state.revisions + (taken_back | revision.replace).sum(-1),
         seeds=torch.zeros_like(state.seeds).scatter(1, seeds, True),
         memory=revision.memory,
     )

@@ -43,6 +43,9 @@ class Candidates(NamedTuple):
     """bool `[B, n]`: positions of the block that are still masked."""
     committed: Tensor
     """bool `[B, n]`: positions of the block that are not."""
+    predicted: Tensor
+    """bool `[B, n]`: those of the block; where blocks grow, also the rest of the answer. What is said of
+    other positions means nothing."""
     position: Tensor
     """int64 `[B, n]`."""
     current: Tensor
@@ -242,7 +245,7 @@ class MeanThreshold(UnmaskingRule):
         if self.compat is None:
             counted = counted & (state.step_map >= 0)
         counted = counted[:, :-1]
-        # One after the other, so that padding does not change how the sum is rounded.
+        # One after the other on a CPU, so that padding does not change how the sum is rounded.
         total = torch.where(counted, state.confidence[:, :-1], 0.0).cumsum(-1)[:, -1]
         number = counted.sum(-1)
         mean = torch.where(number > 0, total / number.clamp(min=1), 1.0).unsqueeze(1)
