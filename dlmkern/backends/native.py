@@ -31,8 +31,9 @@ DTYPE_CODE = {
 ALIGNMENT = 256  # of the scratch memory, in bytes
 # cover_attention corrects no row by a division by less, which would magnify errors; these are computed anew.
 RECOMPUTE_BELOW = 0.9
-# Of the keys that it puts together, cover_attention holds that much at once for each thread: they stay in cache.
-HEADS_BYTES = 1 << 20
+# For each thread, cover_attention puts so much of the keys together at once. Copies of all would take as much
+# memory again, which is new to the process in every call.
+HEADS_BYTES = 4 << 20
 
 
 def view(tensor: Tensor) -> View:
