@@ -245,11 +245,18 @@ class DiagonalCorrection {
     return {static_cast<Scalar>(a_.scale * dot(q, k, size_)), 1};
   }
 
-  // What all queries see at a place: a row of the cache, or of this pass.
+  // What all queries see at a place: a row of the cache, or of this pass. Meanwhile a later one is asked for:
+  // they are too short and too scattered for the processor to foresee.
   Row<T> shared_row(const dlmkern_view& cached, const dlmkern_view& fresh, int64_t b, int64_t key_head,
                     int64_t place) const {
-    const bool from_cache = a_.positions != nullptr || read_bool(a_.seeds, b, place);
-    return row_of_head<T>(from_cache ? cached : fresh, b, key_head, place);
+    const auto row_at = [&](int64_t i) {
+      const bool from_cache = a_.positions != nullptr || read_bool(a_.seeds, b, i);
+      return row_of_head<T>(from_cache ? cached : fresh, b, key_head, i);
+    };
+    constexpr int64_t kAhead = 4, kOfLine = kLineBytes / sizeof(T);
+    const Row<T> later = row_at(std::min(place + kAhead, cached.shape[2] - 1));
+    for (int64_t j = 0; j < size_; j += kOfLine) __builtin_prefetch(later.data + j * later.stride);
+    return row_at(place);
   }
 
   // The scores of a block of keys, row after row.
