@@ -204,10 +204,17 @@ def plot(curve: list[Point], file: Path) -> None:
     """Drafts by a threshold on the left, others on the right. Needs matplotlib, of the extra "bench"."""
     from matplotlib import pyplot
 
-    others = {"no verification", *(f"{name}, other drafts" for name in VIEWS)}
+    names = drafts()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5.5), layout="constrained")
-    quality.draw(left, [point for point in curve if point.curve not in others])
-    quality.draw(right, [point for point in curve if point.curve in others])
+    quality.draw(left, [point for point in curve if point.setting not in names])
+    quality.draw(right, [point for point in curve if point.setting in names])
+    for line in right.lines:  # between drafts that have nothing to do with each other
+        line.set_linestyle("none")
+    for point in curve:
+        if point.curve == "no verification":
+            place = point.nfe, point.valid
+            right.annotate(point.setting, place, (4, -11), textcoords="offset points", fontsize=8)
+    right.legend(fontsize=8)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
