@@ -1,8 +1,8 @@
 """cover_attention: what COVER's seeds predict and what all others see, every key and value read once.
 
-As block_attention, but for the seeds. The walk over the keys of this pass leaves them out; a second one takes
-them from the cache, and only stops at tiles that hold some. And the softmax of a row that predicts a seed
-starts with the seed's own column, as this pass has it, which the second walk then skips.
+As block_attention, but for the seeds. First they are listed. The walk over the keys of this pass leaves them
+out, and then takes those that are listed from the cache. The softmax of a row that predicts a seed starts
+with the seed's own column, as this pass has it, and the walk skips it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from .attention import LARGEST_HEAD, check_size, key_count, online_softmax
 from .block_attention import config, merge_splits
 from .dtypes import dot_operand, narrow, wide
-from .launch import Launch, run
+from .launch import Launch, one_program, run
 
 _STRIDES = tuple(
     f"{name}_stride_{axis}"
@@ -25,17 +25,16 @@ _STRIDES = tuple(
 )
 
 
-@triton.jit
-def _tile(q, k_tile, v_tile, in_head, column, seen, factor, peak, total, weighted):
-    """The softmax after some columns more; seen: by which rows."""
-    k = dot_operand(tl.load(k_tile, mask=in_head[:, None] & column[None, :], other=0.0))
-    score = tl.dot(q, k, input_precision="ieee", out_dtype=weighted.dtype) * factor
-    weight, shrink, peak, total = online_softmax(tl.where(seen, score, -float("inf")), peak, total)
-    v = dot_operand(tl.load(v_tile, mask=column[:, None] & in_head[None, :], other=0.0))
-    weight = dot_operand(narrow(weight, v_tile.dtype.element_ty))
-    weighted = weighted * shrink[:, None]
-    weighted = tl.dot(weight, v, weighted, input_precision="ieee", out_dtype=weighted.dtype)
-    return peak, total, weighted
+@triton.jit(do_not_specialize=["L"])
+def list_seeds_kernel(seed_ptr, length_ptr, column_ptr, count_ptr, L, BLOCK: tl.constexpr):
+    """The columns of sequence ``program_id(0)`` that are seeds, in order, and how many there are."""
+    batch = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < key_count(length_ptr, batch, L)
+    seed = tl.load(seed_ptr + batch * L + i, mask=inside, other=0) != 0
+    before = tl.cumsum(seed.to(tl.int32), 0) - 1
+    tl.store(column_ptr + batch * L + before, i, mask=seed)
+    tl.store(count_ptr + batch, tl.sum(seed.to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["L", "shift"])
@@ -46,6 +45,8 @@ def cover_attention_kernel(
     k_cached_ptr,
     v_cached_ptr,
     seed_ptr,
+    column_ptr,
+    count_ptr,
     length_ptr,
     out_ptr,
     lse_ptr,
@@ -99,10 +100,11 @@ def cover_attention_kernel(
     stop = tl.minimum(first + part, length)
 
     seed_ptr += batch * L
+    column_ptr += batch * L
     k_ptr += batch * k_stride_b + kv_head * k_stride_h
     v_ptr += batch * v_stride_b + kv_head * v_stride_h
-    k_lanes = k_ptr + lane[:, None].to(tl.int64) * k_stride_d
-    v_lanes = v_ptr + lane[None, :].to(tl.int64) * v_stride_d
+    k_cached_ptr += batch * k_cached_stride_b + kv_head * k_cached_stride_h
+    v_cached_ptr += batch * v_cached_stride_b + kv_head * v_cached_stride_h
 
     # Of each row, the seed that it predicts, -1 for none: its score and its value come first.
     own = (row % L + shift).to(tl.int64)
@@ -116,31 +118,35 @@ def cover_attention_kernel(
     factor = tl.full((), scale, own_k.dtype)
     peak = tl.where(verified, tl.sum(wide(q) * own_k, 1) * factor, -float("inf"))
     total = (peak != -float("inf")).to(own_k.dtype)
-    weighted = wide(tl.load(v_lanes + own[:, None] * v_stride_l, mask=own_mask, other=0.0))
-    for start in range(first, stop, KEYS):
-        key = (start + column).to(tl.int64)
-        inside = key < stop
-        new = inside & (tl.load(seed_ptr + key, mask=inside, other=0) == 0)
-        k_tile, v_tile = k_lanes + key[None, :] * k_stride_l, v_lanes + key[:, None] * v_stride_l
-        peak, total, weighted = _tile(
-            q, k_tile, v_tile, in_head, new, new[None, :], factor, peak, total, weighted
-        )
+    own_v_tile = v_ptr + own[:, None] * v_stride_l + lane[None, :].to(tl.int64) * v_stride_d
+    weighted = wide(tl.load(own_v_tile, mask=own_mask, other=0.0))
 
-    k_cached_ptr += batch * k_cached_stride_b + kv_head * k_cached_stride_h
-    v_cached_ptr += batch * v_cached_stride_b + kv_head * v_cached_stride_h
-    k_cached_lanes = k_cached_ptr + lane[:, None].to(tl.int64) * k_cached_stride_d
-    v_cached_lanes = v_cached_ptr + lane[None, :].to(tl.int64) * v_cached_stride_d
-    for start in range(first, stop, KEYS):
-        key = (start + column).to(tl.int64)
-        inside = key < stop
-        seed = inside & (tl.load(seed_ptr + key, mask=inside, other=0) != 0)
-        if tl.max(seed.to(tl.int32), 0) > 0:
-            seen = seed[None, :] & (key[None, :] != own[:, None])
-            k_tile = k_cached_lanes + key[None, :] * k_cached_stride_l
-            v_tile = v_cached_lanes + key[:, None] * v_cached_stride_l
-            peak, total, weighted = _tile(
-                q, k_tile, v_tile, in_head, seed, seen, factor, peak, total, weighted
-            )
+    new_tiles = tl.cdiv(tl.maximum(stop - first, 0), KEYS)
+    count = tl.where(tl.program_id(1) == 0, tl.load(count_ptr + batch), 0)
+    for tile in range(new_tiles + tl.cdiv(count, KEYS)):
+        old = tile >= new_tiles  # the seeds that are listed
+        entry = (tile - new_tiles) * KEYS + column
+        listed = old & (entry < count)
+        key = tl.load(column_ptr + entry, mask=listed, other=0)
+        key = tl.where(old, key, first + tile * KEYS + column).to(tl.int64)
+        new = (key < stop) & (old == 0)
+        seed = tl.load(seed_ptr + key, mask=new, other=0) != 0
+        here = listed | (new & (seed == 0))
+
+        k_lane = lane.to(tl.int64) * tl.where(old, k_cached_stride_d, k_stride_d)
+        k_row = key * tl.where(old, k_cached_stride_l, k_stride_l)
+        k_tile = tl.where(old, k_cached_ptr, k_ptr) + k_row[None, :] + k_lane[:, None]
+        k = dot_operand(tl.load(k_tile, mask=in_head[:, None] & here[None, :], other=0.0))
+        score = tl.dot(q, k, input_precision="ieee", out_dtype=own_k.dtype) * factor
+        seen = here[None, :] & (key[None, :] != own[:, None])
+        weight, shrink, peak, total = online_softmax(tl.where(seen, score, -float("inf")), peak, total)
+        v_lane = lane.to(tl.int64) * tl.where(old, v_cached_stride_d, v_stride_d)
+        v_row = key * tl.where(old, v_cached_stride_l, v_stride_l)
+        v_tile = tl.where(old, v_cached_ptr, v_ptr) + v_row[:, None] + v_lane[None, :]
+        v = dot_operand(tl.load(v_tile, mask=here[:, None] & in_head[None, :], other=0.0))
+        weight = dot_operand(narrow(weight, v_ptr.dtype.element_ty))
+        weighted = weighted * shrink[:, None]
+        weighted = tl.dot(weight, v, weighted, input_precision="ieee", out_dtype=own_k.dtype)
 
     out_row = (head * groups * L + row) * tl.num_programs(1) + tl.program_id(1)
     out = narrow(weighted / tl.where(total == 0.0, 1.0, total)[:, None], out_ptr.dtype.element_ty)
@@ -177,21 +183,28 @@ def plan(
         part = torch.empty((B * Hq * L, cut.splits, d), dtype=sums, device=q.device)
         part_lse = torch.empty((B * Hq * L, cut.splits), dtype=sums, device=q.device)
     strides = (s for x in (q, k, v, k_cached, v_cached) for s in x.stride())
+    seen = {
+        # Beside narrower numbers, Triton's products of float64 do not compile.
+        "seed_ptr": seeds.int() if q.dtype == torch.float64 else seeds.contiguous(),
+        "column_ptr": torch.empty((B, L), dtype=torch.int32, device=q.device),
+        "count_ptr": torch.empty((B,), dtype=torch.int32, device=q.device),
+        "length_ptr": None if lengths is None else lengths.contiguous(),
+        "L": L,
+    }
+    block, num_warps = one_program(L)
+    listed = Launch(list_seeds_kernel, (B,), seen | {"BLOCK": block}, num_warps)
     attend = Launch(
         cover_attention_kernel,
         (B * kv_heads * triton.cdiv(groups * L, cut.rows), cut.splits),
-        {
+        seen
+        | {
             "q_ptr": q,
             "k_ptr": k,
             "v_ptr": v,
             "k_cached_ptr": k_cached,
             "v_cached_ptr": v_cached,
-            # Beside narrower numbers, Triton's products of float64 do not compile.
-            "seed_ptr": seeds.int() if q.dtype == torch.float64 else seeds.contiguous(),
-            "length_ptr": None if lengths is None else lengths.contiguous(),
             "out_ptr": part,
             "lse_ptr": part_lse,
-            "L": L,
             "shift": shift,
             "kv_heads": kv_heads,
             "groups": groups,
@@ -205,8 +218,8 @@ def plan(
         cut.num_warps,
     )
     if cut.splits == 1:
-        return [attend], (out, lse)
-    return [attend, merge_splits(part, part_lse, out, lse)], (out, lse)
+        return [listed, attend], (out, lse)
+    return [listed, attend, merge_splits(part, part_lse, out, lse)], (out, lse)
 
 
 def cover_attention(
