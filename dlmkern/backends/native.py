@@ -33,7 +33,7 @@ ALIGNMENT = 256  # of the scratch memory, in bytes
 RECOMPUTE_BELOW = 0.9
 # For each thread, cover_attention puts so much of the keys together at once. Copies of all would take as much
 # memory again, which is new to the process in every call.
-HEADS_BYTES = 4 << 20
+HEADS_BYTES = 2 << 20
 
 
 def view(tensor: Tensor) -> View:
