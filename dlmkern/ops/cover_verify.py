@@ -60,8 +60,8 @@ def cover_verify(
         confidence: float, the same shape: their probabilities.
         seeds: bool, the same shape.
         remasks: integers, the same shape: how often each position has been masked again; None for never.
-        tau_replace: a number; above 1, nothing is replaced. The paper gives neither this nor the next; those of
-            `decoders.COVER` are stricter, for reasons in docs/cover.md.
+        tau_replace: a number; above 1, nothing is replaced. The paper gives neither this nor the next; those
+            of `decoders.COVER` are stricter, for reasons in docs/cover.md.
         max_remasks: at least 0.
 
     Returns:
