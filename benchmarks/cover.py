@@ -79,8 +79,7 @@ class Point(quality.Point):
     flip_flops: float
     """Masked again, and then the same token once more."""
     effective: float | None
-    """Share of the revisions after which there is another token. What is taken back in the step that has
-    committed it, as Saber may do, was never shown, and counts as no effect. None: no revisions."""
+    """Share of the revisions after which there is another token. None: no revisions."""
 
 
 def measure(curve: str, setting: str, decoder: Decoder, model: Any, prompts: Tensor) -> Point:
