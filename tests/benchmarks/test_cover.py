@@ -23,10 +23,11 @@ def test_studies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     whole, draft = d.WholeSequence(), d.Threshold(0.0, most=8)
     two = [
         ("none", "a", d.Decoder(whole, draft)),
-        ("COVER", "a", d.Decoder(whole, draft, d.COVER(max_remasks=2))),
+        ("COVER", "2 a pass", d.Decoder(whole, draft, d.COVER(max_remasks=2))),
     ]
-    for name in ("curve_candidates", "ablation_candidates", "choice_candidates", "draft_candidates"):
+    for name in ("curve_candidates", "ablation_candidates", "draft_candidates"):
         monkeypatch.setattr(cover, name, lambda: two)
+    monkeypatch.setattr(cover, "choice_candidates", lambda: [(curve, "a", rule) for curve, _, rule in two])
     monkeypatch.setattr(cover_checks, "SHARES", (1.0,))
     monkeypatch.setattr(cover_checks, "SEEDS", (2,))
     monkeypatch.setattr(cover_checks, "DRAFTS", {"eight": d.Decoder(whole, draft)})
