@@ -137,7 +137,7 @@ class Forward:
         columns_per_row = columns.shape[1]
         ids = self._doubled(self._shown(state, verified), state)
         place, columns, end = self._twice(place), self._twice(columns), self._twice(state.end)
-        seeds = self._twice(state.seeds).gather(1, place.clamp(min=0)) & (place >= 0)
+        seeds = self._twice(state.seeds & ~state.hidden).gather(1, place.clamp(min=0)) & (place >= 0)
         ids = ids.gather(1, place.clamp(min=0))
         ids, columns, keywords = self._verifying(ids, columns, seeds, verified)
         self.cache = self.cache.narrow(self.cache.rows, max(lengths))
@@ -173,7 +173,7 @@ class Forward:
         """`whole` without the logits that are left out; `starts` is None where they are not known."""
         # A copy that is contiguous, and with which the model may do what it wants.
         ids = self._shown(state, verified)[:, : max(lengths)].clone(memory_format=torch.contiguous_format)
-        seeds = self._twice(state.seeds[:, : max(lengths)])
+        seeds = self._twice((state.seeds & ~state.hidden)[:, : max(lengths)])
         if self.shifted:
             positions = (positions - 1).clamp(min=0)
             starts = None if starts is None else [start - 1 for start in starts]

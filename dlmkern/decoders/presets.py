@@ -185,6 +185,7 @@ def cover(
     layers: float | Collection[int] = 1.0,
     verify: str = "override",
     override_layers: float = 1.0,
+    recheck: bool = False,
 ) -> Decoder:
     """COVER (arXiv:2602.06161); `block_length=None`: one block.
 
@@ -201,6 +202,7 @@ def cover(
         layers=layers,
         verify=verify,
         override_layers=override_layers,
+        recheck=recheck,
     )
     return Decoder(_blocks(block_length), Threshold(tau_draft, draft_most), rule, cache=cache)
 

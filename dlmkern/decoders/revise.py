@@ -41,6 +41,8 @@ class Revision(NamedTuple):
     """bool: positions that get `Verification.token`; none of `remask`."""
     seeds: Tensor
     """bool: positions to verify in the next forward pass."""
+    hidden: Tensor
+    """bool: those of `seeds` for which the view "override" is "masked"."""
     memory: tuple[Tensor, ...]
     """For `State.memory`."""
 
@@ -127,7 +129,7 @@ class WINO(RevisionRule):
             confidence=-verification.present, mask=doubted, rule="schedule", count=count.clamp(min=0)
         ).selected
         nothing = torch.zeros_like(remask)
-        return Revision(remask, nothing, nothing, (commits,))
+        return Revision(remask, nothing, nothing, nothing, (commits,))
 
 
 @dataclass(frozen=True)
@@ -165,4 +167,4 @@ class Saber(RevisionRule):
             count=torch.where(filled, 0, count.clamp(min=0)),
         ).selected
         nothing = torch.zeros_like(remask)
-        return Revision(remask, nothing, nothing, (last.scatter(1, place, verification.confidence),))
+        return Revision(remask, nothing, nothing, nothing, (last.scatter(1, place, verification.confidence),))

@@ -53,6 +53,8 @@ class COVER(RevisionRule):
             cached state. In the layers before they see masks. From the first such layer on, the token leaks
             to its own prediction through the other positions, so a smaller share verifies more honestly, but
             drafts from less context.
+        recheck: a seed whose prediction is another token is verified once more, in the next pass and hidden
+            from all positions there, and that verdict counts. With "override" only.
     """
 
     tau_replace: float = 0.9999
@@ -65,6 +67,7 @@ class COVER(RevisionRule):
     layers: float | Collection[int] = 1.0
     verify: str = "override"
     override_layers: float = 1.0
+    recheck: bool = False
 
     def __post_init__(self) -> None:
         _check.number("tau_replace", self.tau_replace)
@@ -82,8 +85,10 @@ class COVER(RevisionRule):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         object.__setattr__(self, "layers", layer_choice(self.layers))
         _check.probability("override_layers", self.override_layers)
-        if self.verify != "override" and self.override_layers != 1:
-            raise ValueError(f'override_layers goes with verify = "override", got {self.verify!r}')
+        if not isinstance(self.recheck, bool):
+            raise ValueError(f"recheck must be a bool, got {self.recheck!r}")
+        if self.verify != "override" and (self.override_layers != 1 or self.recheck):
+            raise ValueError(f'override_layers and recheck go with verify = "override", got {self.verify!r}')
 
     @property
     def view(self) -> str:
@@ -120,6 +125,10 @@ class COVER(RevisionRule):
             max_remasks=self.max_remasks,
         )
         remask, replace = verdict == ops.Verdict.REMASK, verdict == ops.Verdict.REPLACE
+        again = torch.zeros_like(seeds)
+        if self.recheck:
+            again = (remask | replace) & ~state.hidden.gather(1, place)
+            remask, replace = remask & ~again, replace & ~again
 
         changed = selection.selected | replace | remask
         shown = torch.where(seeds, 1 - self.cooldown, shown + 1)
@@ -129,7 +138,7 @@ class COVER(RevisionRule):
         probability = torch.where(seeds, probability, candidates.confidence)
         doubt = torch.where(seeds | selection.selected, 1 - probability, doubt)
 
-        eligible = candidates.committed & (shown >= 1) & (remasks < self.max_remasks)
+        eligible = candidates.committed & (shown >= 1) & (remasks < self.max_remasks)  # none of `again`
         masked = (candidates.masked & ~selection.selected) | remask
         choice = self._choose(candidates, state, doubt, eligible, masked, changed)
         inside = candidates.masked | candidates.committed
@@ -138,7 +147,7 @@ class COVER(RevisionRule):
             old.scatter(1, target, new)
             for old, new in zip(state.memory, (shown, remasks, doubt), strict=True)
         )
-        return Revision(remask, replace, choice, memory)
+        return Revision(remask, replace, choice | again, again, memory)
 
     def _choose(
         self,

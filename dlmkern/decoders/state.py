@@ -75,6 +75,8 @@ class State(NamedTuple):
     seeds: Tensor
     """bool `[B, L + 1]`: committed positions that the next forward pass verifies, if the revision rule
     chooses some."""
+    hidden: Tensor
+    """bool `[B, L + 1]`: those of the seeds that no position is shown, not even by the cache."""
     revisions: Tensor
     """int64 `[B]`: how often a token that a forward pass had seen has been taken back or replaced so far."""
     memory: tuple[Tensor, ...]
@@ -136,6 +138,7 @@ def initial_state(
         reason=torch.full_like(ids, -1, dtype=torch.int8),
         bad_position=torch.full_like(zeros, longest),
         seeds=torch.zeros_like(ids, dtype=torch.bool),
+        hidden=torch.zeros_like(ids, dtype=torch.bool),
         revisions=zeros,
         memory=(),
         previous=None,

@@ -176,13 +176,14 @@ def _revised(
     )
     taken_back = revision.remask & candidates.committed  # and not only just committed
     target = torch.where(revision.remask, position, scratch)
-    seeds = torch.where(revision.seeds, position, scratch)
+    seeds, hidden = (torch.where(x, position, scratch) for x in (revision.seeds, revision.hidden))
     return state._replace(
         ids=state.ids.scatter(1, target, plan.mask_token_id),
         step_map=state.step_map.scatter(1, target, -1),
         reason=state.reason.scatter(1, target, -1),
         revisions=state.revisions + (taken_back | revision.replace).sum(-1),
         seeds=torch.zeros_like(state.seeds).scatter(1, seeds, True),
+        hidden=torch.zeros_like(state.hidden).scatter(1, hidden, True),
         memory=revision.memory,
     )
 

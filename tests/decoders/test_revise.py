@@ -32,6 +32,7 @@ REVOCABLE: dict[str, d.Decoder] = {
         0.05, 0.6, 7, draft_most=2, override_layers=0.5, most=2, seeds_by="uncertainty"
     ),
     "cover, masked": d.cover(0.05, 0.6, 10, draft_most=3, verify="masked", seeds_by="random", max_remasks=2),
+    "cover, rechecked": d.cover(0.05, 0.6, None, draft_most=1, recheck=True),
     "cover, exact": d.cover(0.05, 0.6, 8, draft_most=2, verify="exact", max_remasks=2),
     "cover, ties": d.Decoder(d.FixedBlocks(9), d.DAPD(layers=1.0), d.COVER(0.6)),
 }
@@ -120,7 +121,7 @@ class Ruthless(d.RevisionRule):
         self, candidates: Candidates, selection: Selection, verification: d.Verification, state: State
     ) -> d.Revision:
         nothing = torch.zeros_like(candidates.masked)
-        return d.Revision(candidates.committed | selection.selected, nothing, nothing, ())
+        return d.Revision(candidates.committed | selection.selected, nothing, nothing, nothing, ())
 
 
 @pytest.mark.parametrize("patience", [0, 1, 7])
@@ -202,11 +203,12 @@ class Pass:
         self.cached = keys
         self.layers = layers
 
-    def __call__(self, ids: Tensor, seeds: set[int], override_layers: float) -> Tensor:
+    def __call__(self, ids: Tensor, seeds: set[int], hidden: set[int], override_layers: float) -> Tensor:
         model, shift = self.model, int(self.model.shifted_logits)
         shown = ids.clone()
         for seed in seeds:
             shown[0, seed] = model.config.mask_token_id
+        seeds = seeds - hidden
         x = model.embed(shown)
         rope = model.rope(torch.arange(ids.shape[1]))
         maps, kept = [], []
@@ -258,16 +260,20 @@ def by_hand(model: Any, prompt: list[int], length: int, block_length: int, most:
         remasks = dict.fromkeys(block, 0)
         doubt = dict.fromkeys(block, 0.0)
         seeds: set[int] = set()
+        hidden: set[int] = set()
         while any(ids[0, i] == mask for i in block):
             masked = [i for i in block if ids[0, i] == mask]
             committed = [i for i in block if ids[0, i] != mask]
-            p = run(ids, seeds, rule.override_layers)
+            p = run(ids, seeds, hidden, rule.override_layers)
             confidence, token = p.max(-1)
             ranked = sorted(masked, key=lambda i: -float(confidence[i]))
             draft = [i for i in ranked[:most] if confidence[i] >= 0.05] or ranked[:1]
-            replaced, remasked = [], []
+            replaced, remasked, again = [], [], set[int]()
             for i in seeds:
-                if token[i] == ids[0, i]:
+                if rule.recheck and i not in hidden and token[i] != ids[0, i]:
+                    again.add(i)
+                    doubt[i] = 1 - float(p[i, ids[0, i]])
+                elif token[i] == ids[0, i]:
                     doubt[i] = 1 - float(p[i, ids[0, i]])
                 elif confidence[i] >= rule.tau_replace:
                     replaced.append(i)
@@ -309,7 +315,7 @@ def by_hand(model: Any, prompt: list[int], length: int, block_length: int, most:
             suspects = above if rule.suspects == "above_mean" else sum(total.values()) / (top or 1)
             number = math.ceil(suspects**0.5)
             ranked = sorted((i for i in eligible if total[i] > 0), key=lambda i: (-total[i], i))
-            seeds = set(ranked[:number])
+            seeds, hidden = set(ranked[:number]) | again, again
     return ids[0].tolist(), len(events), events
 
 
@@ -317,20 +323,13 @@ def by_hand(model: Any, prompt: list[int], length: int, block_length: int, most:
 @pytest.mark.parametrize("checkpoint", ["llada_seed0", "dream_seed0"])
 def test_cover_written_out(checkpoint: str, override_layers: float) -> None:
     model = load(checkpoint)
-    prompt, most = [7, 8, 9, 10], 3
-    for block_length, rule in (
-        (16, d.COVER(0.4, layers=0.3, override_layers=override_layers)),
-        (
-            7,
-            d.COVER(
-                0.8,
-                cooldown=2,
-                combine="sum",
-                suspects="above_mean",
-                layers=1.0,
-                override_layers=override_layers,
-            ),
-        ),
+    prompt = [7, 8, 9, 10]
+    layers: dict[str, Any] = {"layers": 0.3, "override_layers": override_layers}
+    other: dict[str, Any] = {"cooldown": 2, "combine": "sum", "suspects": "above_mean"}
+    for block_length, most, rule in (
+        (16, 3, d.COVER(0.4, **layers)),
+        (7, 3, d.COVER(0.8, override_layers=override_layers, **other)),
+        (16, 2, d.COVER(0.8, recheck=True, **layers)),
     ):
         decoder = d.Decoder(d.FixedBlocks(block_length), d.Threshold(0.05, most), rule)
         stream = dlmkern.generate_stream(model, [prompt], decoder, 16)
@@ -403,8 +402,10 @@ def test_a_bare_callable_hides_nothing(decoder: str) -> None:
         (lambda: d.cover(override_layers=1.5), r"override_layers must lie in \[0, 1\], got 1.5"),
         (
             lambda: d.cover(verify="masked", override_layers=0.5),
-            'override_layers goes with verify = "override", got .masked',
+            'override_layers and recheck go with verify = "override", got .masked',
         ),
+        (lambda: d.cover(verify="exact", recheck=True), 'override_layers and recheck go with verify = "over'),
+        (lambda: d.cover(recheck=1), "recheck must be a bool, got 1"),  # type: ignore[arg-type]
         (
             lambda: d.Decoder(d.FixedBlocks(4, growing=True), d.Threshold(), d.WINO()),
             r"revise: WINO\(.*\) needs blocks that do not grow, got FixedBlocks\(block_length=4, gr",
