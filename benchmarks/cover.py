@@ -36,6 +36,7 @@ LAST_LAYER = 0.25  # of the four of the embedded model
 
 VIEWS: dict[str, dict[str, Any]] = {
     "override": {},
+    "override, rechecked": {"recheck": True},
     "override in the last layer": {"override_layers": LAST_LAYER},
     "masked": {"verify": "masked"},
     "exact": {"verify": "exact"},
@@ -66,6 +67,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "layers": (0.3,),
     "block_length": (8, 16),
     "override_layers": (0.5, LAST_LAYER, 0.0),
+    "recheck": (True,),
 }
 
 

@@ -62,7 +62,7 @@ class Scripted(d.RevisionRule):
         nothing = torch.zeros_like(candidates.masked)
         remask = candidates.committed & (place < 2) & (state.nfe == 1).unsqueeze(1)
         replace = candidates.committed & (place == 2) & (state.nfe == 1).unsqueeze(1)
-        return d.Revision(remask, replace, nothing, ())
+        return d.Revision(remask, replace, nothing, nothing, ())
 
 
 class Counting:
