@@ -55,7 +55,7 @@ def _walk(
     weighted,
     KEYS: tl.constexpr,
 ):
-    """One query's softmax after all columns but one, or those that are seeds (SEEDS = 1) or none (0)."""
+    """One query's softmax after more columns: all, or with seed_ptr the seeds (SEEDS = 1) or the rest (0)."""
     for start in range(0, length, KEYS):
         key = (start + tl.arange(0, KEYS)).to(tl.int64)
         seen = (key < length) & (key != skipped)
@@ -154,6 +154,7 @@ def diagonal_correction_kernel(
     old_v_row = v_cached_ptr + place * v_cached_stride_l + lane * v_cached_stride_d
     old_k = tl.load(old_k_row, mask=in_head, other=0.0)
     before = tl.load(lse_ptr).to(tl.float64)
+    tl.debug_barrier()  # every warp reads it, and decides by it, before one of them replaces it
     factor = tl.full((), scale, tl.float64)
     a = tl.exp(_product(q, old_k) * factor - before)
     gap = _product(q, own_k) * factor - before  # log b
