@@ -43,7 +43,8 @@ class GenerationOutput:
     step_map: Tensor
     """int64 `[B, G]`: 0-based index of the forward pass that fixed the token for good."""
     revisions: Tensor
-    """int64 `[B]`: how often a token that a forward pass had seen was masked again or replaced."""
+    """int64 `[B]`: how often a token that a forward pass had seen was masked again or replaced, also where
+    the same step then ended the answer before it."""
 
 
 @dataclass(frozen=True)

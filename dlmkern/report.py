@@ -154,8 +154,9 @@ def step_lines(steps: Iterable[Step], symbol: Callable[[int], str]) -> Iterator[
 
 
 def _filled(row: RowStep) -> int:
-    """How many masks less there are."""
-    return len(row.tokens) - row.reasons.count(Reason.REPLACED) - len(row.remasked)
+    """How many masks less there are, but for those behind an early end."""
+    kept = sum(reason not in (Reason.REPLACED, Reason.AFTER_EOS) for reason in row.reasons)
+    return kept - len(row.remasked)
 
 
 def _bracketed(shown: list[Text], start: int, end: int) -> Text:

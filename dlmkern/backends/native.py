@@ -6,6 +6,7 @@ that the CUDA functions take.
 
 import importlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -29,8 +30,6 @@ DTYPE_CODE = {
     torch.bool: 5,
 }
 ALIGNMENT = 256  # of the scratch memory, in bytes
-# cover_attention corrects no row by a division by less, which would magnify errors; these are computed anew.
-RECOMPUTE_BELOW = 0.9
 # For each thread, cover_attention puts so much of the keys together at once. Copies of all would take as much
 # memory again, which is new to the process in every call.
 HEADS_BYTES = 2 << 20
@@ -407,8 +406,9 @@ class CpuKernels(Kernels):
         shift: int,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """torch's attention over the keys that all queries see, some heads at a time; then the correction.
-        The reference's where torch's hands out no log-sum-exp."""
+        """torch's attention over the keys that all queries see, some heads at a time; then the rows that
+        predict a seed anew, as differences would lose digits. The reference's where torch's hands out no
+        log-sum-exp."""
         arguments = (q, k, v, k_cached, v_cached, seeds, lengths, shift, scale)
         if q.numel() == 0:
             return reference.cover_attention(*arguments)
@@ -437,7 +437,7 @@ class CpuKernels(Kernels):
             nothing = beyond[:, 0]
             out[nothing], lse[nothing] = 0.0, -torch.inf
         self.diagonal_correction(
-            out, lse, q, k, v, k_cached, v_cached, seeds, lengths, None, shift, scale, RECOMPUTE_BELOW
+            out, lse, q, k, v, k_cached, v_cached, seeds, lengths, None, shift, scale, math.inf
         )
         return out, lse
 

@@ -22,6 +22,11 @@ _diagonal_correction = torch.ops.dlmkern.diagonal_correction.default
 _RECOMPUTE_BELOW = 0.5  # the default of dlmkern.diagonal_correction
 
 
+def first_of_last(layers: int, share: float) -> int:
+    """The first of the last `share` of the layers, of which a part counts as a whole one."""
+    return layers - math.ceil(round(layers * share, 9))  # rounded, as 0.9 of ten layers is nine
+
+
 @dataclass
 class PassAttention:
     """The attention of one forward pass, layer by layer.

@@ -6,7 +6,6 @@ over the blocks with them as `MaskedLM.forward` does.
 """
 
 from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,14 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from dlmkern.graph import AttentionGraph
 from dlmkern.models import _check
-from dlmkern.models.attend import PassAttention, columns_of, key_mask, places_of_columns, shadow_mask
+from dlmkern.models.attend import (
+    PassAttention,
+    first_of_last,
+    columns_of,
+    key_mask,
+    places_of_columns,
+    shadow_mask,
+)
 from dlmkern.models.kv_cache import KVCache
 from dlmkern.models.layers import RMSNorm
 
@@ -204,7 +210,7 @@ class MaskedLM(PreTrainedModel):
             graph_rows=graph_rows,
             graph_mask=None if mask is None or lengths is not None else mask[:, 0, 0],
             seeds=seeds,
-            cover_from=int(len(self.blocks) * (1 - seed_layers)),
+            cover_from=first_of_last(len(self.blocks), seed_layers),
             shift=int(self.shifted_logits),
             shadow_mask=visible,
         )

@@ -62,7 +62,7 @@ def cover_attention(
         q: float ``[B, Hq, L, d]``, after the rotary embedding, of the masked input.
         k, v: ``[B, Hkv, L, d]`` of the same dtype, of the masked input; Hkv divides Hq, and query head h goes
             with key head h // (Hq / Hkv).
-        k_cached, v_cached: the same, of the earlier pass; read where there are seeds.
+        k_cached, v_cached: the same, of the earlier pass; read where there are seeds, and finite there.
         seeds: bool ``[B, L]``.
         lengths: integers ``[B]`` in [0, L]: the keys of sequence b end there, whatever follows, even NaN, and
             what follows is no seed; None for all L.

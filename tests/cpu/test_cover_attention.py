@@ -42,3 +42,19 @@ def test_without_a_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attend(case, "cpu")
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_a_row_does_not_see_costs_it_no_digits(dtype: torch.dtype) -> None:
+    """The row that predicts a seed is not made by taking the seed's cached value, here a large one, away."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, k_cached, v_cached = torch.randn(5, 1, 4, 64, 32, generator=generator).to(dtype)
+    seeds = torch.zeros(1, 64, dtype=torch.bool)
+    seeds[0, 7] = True
+    v_cached = v_cached * 1000
+    passes = {"q": q, "k": k, "v": v, "k_cached": k_cached, "v_cached": v_cached}
+    truth = dlmkern.cover_attention(**{name: x.double() for name, x in passes.items()}, seeds=seeds)
+    with dlmkern.use_backend("cpu"):
+        found = dlmkern.cover_attention(**passes, seeds=seeds)
+    error = (found.out[:, :, 7].double() - truth.out[:, :, 7]).abs().max()
+    assert error <= 4 * torch.finfo(dtype).eps

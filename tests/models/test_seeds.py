@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlmkern.models import AttentionGraph, LLaDAConfig, LLaDAModelLM, load_model
+from dlmkern.models.attend import first_of_last
 from dlmkern.models.masked_lm import MaskedLM
 from tests.models.support import (
     DREAM,
@@ -381,3 +382,9 @@ def test_bad_input(
     with pytest.raises(error, match=message):
         model(**{"input_ids": ids(2, 2), "cache": cache, **arguments})
     assert (cache.storage == 0).all()  # nothing was written
+
+
+def test_a_share_of_the_layers() -> None:
+    for layers in (1, 4, 10, 28, 32):
+        assert [first_of_last(layers, k / layers) for k in range(layers + 1)] == list(range(layers, -1, -1))
+    assert first_of_last(32, 0.3) == 22
