@@ -6,6 +6,7 @@ over the blocks with them as `MaskedLM.forward` does.
 """
 
 from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +21,8 @@ from dlmkern.graph import AttentionGraph
 from dlmkern.models import _check
 from dlmkern.models.attend import (
     PassAttention,
-    first_of_last,
     columns_of,
+    first_of_last,
     key_mask,
     places_of_columns,
     shadow_mask,
