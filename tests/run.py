@@ -38,7 +38,10 @@ LEGS = (
         ("tests/ops", "tests/triton", "--ignore=tests/triton/test_aot.py", "-n", "2", "--dist", "worksteal"),
         {"TRITON_INTERPRET": "1"},
     ),
-    Leg("Triton, compiled ahead of time", ("tests/triton/test_aot.py",)),
+    Leg(
+        "Triton, compiled ahead of time",
+        ("tests/triton/test_aot.py", "-n", "2", "--dist", "loadgroup"),
+    ),
 )
 
 

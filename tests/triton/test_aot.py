@@ -265,6 +265,13 @@ def usage(kernel: CompiledKernel, folder: Path) -> Usage:
     return Usage(int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"]))
 
 
+def on(*names: str) -> pytest.MarkDecorator:
+    """Once for each target. The tests of a target share a process, so that each kernel is compiled once."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+    )
+
+
 @pytest.fixture
 def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     rows: list[str] = []
@@ -273,7 +280,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 
 @compiled
-@pytest.mark.parametrize("name", TARGETS)
+@on(*TARGETS)
 def test_kernels_compile_without_spills(name: str, tmp_path: Path, table: list[str]) -> None:
     spilled = []
     for case in CASES:
@@ -300,6 +307,7 @@ def test_spills_are_seen(name: str, block: int, tmp_path: Path) -> None:
 
 
 @compiled
+@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("case", ["bf16 prev, few", "f16 prev, many", "f32, few", "f32 prev, many"])
 def test_rows_are_read_16_bytes_at_a_time(case: str) -> None:
     _, kernel = compiled_case(f"token_stats {case} rows", "sm_90")[0]
@@ -315,7 +323,7 @@ def instructions(case: str, target: str, pattern: str) -> set[str]:
 
 
 @compiled
-@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_100"])
+@on("sm_80", "sm_90", "sm_100")
 def test_attention_multiplies_on_the_matrix_units(name: str) -> None:
     """float16 and bfloat16 as they are; float32 never, not as tf32 either."""
     wanted = {"bf16": {"bf16.bf16", "kind::f16"}, "f16": {"f16.f16", "kind::f16"}, "f32": set()}
@@ -331,6 +339,7 @@ def test_attention_multiplies_on_the_matrix_units(name: str) -> None:
 
 
 @compiled
+@pytest.mark.xdist_group("sm_90")
 def test_rows_of_the_cache_move_16_bytes_at_a_time() -> None:
     wide = {"ld.global.v4.b32", "st.global.v4.b32", "ld.global.b64"}  # the last: position
     half_table_row = {"ld.global.v2.b32"}  # 64 numbers for the 32 lanes of the only warp
@@ -352,7 +361,7 @@ def test_rows_of_the_cache_move_16_bytes_at_a_time() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("name", TARGETS)
+@on(*TARGETS)
 def test_dapd_is_rounded_like_the_reference(name: str, tmp_path: Path) -> None:
     """Degrees without fused products, quotients as IEEE 754 has them."""
     for case in CASES:
@@ -373,7 +382,7 @@ def test_dapd_is_rounded_like_the_reference(name: str, tmp_path: Path) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("name", TARGETS)
+@on(*TARGETS)
 def test_seeds_are_rounded_like_the_reference(name: str) -> None:
     """Scores and shares as IEEE 754 has them, sums without fused products."""
     for case in CASES:
