@@ -92,12 +92,16 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a setting of the decoder, such as tau_low=0.7; may be repeated",
+        help="a setting of the decoder, such as tau_low=0.7 or block_length=None; may be repeated",
     )
     generate.add_argument("--stop-at-eos", action="store_true", help="end at the end-of-sequence token")
     shown = generate.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print a JSON object")
-    shown.add_argument("--stream", action="store_true", help="print what each forward pass commits")
+    shown.add_argument(
+        "--stream",
+        action="store_true",
+        help="print what each forward pass commits (3='x'), replaces (3:='x') and masks again (-3)",
+    )
 
     compare = command("compare", _compare, "decoders side by side on the same prompts")
     _add_model_options(compare)
@@ -272,7 +276,8 @@ def _generate(options: argparse.Namespace) -> None:
     if not options.json:
         print(",".join(map(str, tokens)) if text is None else text)
         summary = f"{len(tokens)} tokens, {nfe} forwards, {len(tokens) / nfe:.2f} tokens per forward"
-        print(f"{summary}, {seconds:.2f} s", file=sys.stderr)
+        revisions = f", {int(output.revisions[0])} revisions" if decoder.revise else ""
+        print(f"{summary}{revisions}, {seconds:.2f} s", file=sys.stderr)
         return
     from dlmkern.decoders import Reason
 

@@ -141,12 +141,16 @@ def steps_table(
 
 
 def step_lines(steps: Iterable[Step], symbol: Callable[[int], str]) -> Iterator[str]:
-    """The same as plain text, a line for each row of each forward pass, as the passes are made."""
+    """The same as plain text, a line for each row of each forward pass, as the passes are made.
+
+    `3='x'` is a token that was committed at position 3, `3:='x'` one that has replaced another there, and
+    `-3` one that was masked again.
+    """
     for step in steps:
         for row in step.rows:
             tokens = " ".join(
-                f"{position}={symbol(token)!r}"
-                for position, token in zip(row.positions, row.tokens, strict=True)
+                f"{position}{':' * (reason == Reason.REPLACED)}={symbol(token)!r}"
+                for position, token, reason in zip(row.positions, row.tokens, row.reasons, strict=True)
             )
             taken_back = "".join(f" -{position}" for position in row.remasked)
             block = f"{row.block_start}-{row.block_start + row.block_length - 1}"

@@ -24,13 +24,15 @@ from dlmkern.decoders.presets import (
 )
 from dlmkern.decoders.revise import WINO, Revision, RevisionRule, Saber, Verification
 from dlmkern.decoders.revise_cover import COVER
-from dlmkern.decoders.state import Reason
+from dlmkern.decoders.state import Reason, State
 from dlmkern.decoders.unmask import (
     CAP,
+    Candidates,
     Factor,
     Graph,
     MeanThreshold,
     OnePerStep,
+    Selection,
     Threshold,
     UnmaskingRule,
     WideThreshold,
@@ -45,6 +47,7 @@ __all__ = [
     "PRESETS",
     "WINO",
     "BlockSchedule",
+    "Candidates",
     "Decoder",
     "DepGABlocks",
     "DreamSchedule",
@@ -60,6 +63,8 @@ __all__ = [
     "Revision",
     "RevisionRule",
     "Saber",
+    "Selection",
+    "State",
     "Threshold",
     "UnmaskingRule",
     "Verification",

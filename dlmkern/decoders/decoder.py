@@ -18,21 +18,23 @@ class Decoder:
 
     Args:
         blocks: where blocks end: `FixedBlocks`, `WholeSequence` or `DepGABlocks`.
-        unmask: what a step commits: `OnePerStep`, `Threshold`, `Factor`, `CAP`, `DAPD` or
-            `DreamSchedule`.
-        revise: how committed tokens are taken back: `COVER`, `WINO` or `Saber`. None: never.
+        unmask: what a step commits: `OnePerStep`, `Threshold`, `WideThreshold`, `MeanThreshold`, `Factor`,
+            `CAP`, `DAPD`, `DreamSchedule` or another `UnmaskingRule`.
+        revise: how committed tokens are taken back: `COVER`, `WINO`, `Saber` or another `RevisionRule`. None:
+            never.
         cache: which keys and values are reused: `NoCache`, `PrefixCache` or `DualCache`, or None, "prefix" or
             "dual" for these with their default settings, which the attribute then holds. The last two need a
             model of `dlmkern.models`.
         cfg_scale: unsupervised classifier-free guidance (LLaDA, arXiv:2502.09992, appendix A.2): the logits
             become `u + (cfg_scale + 1) * (c - u)`, `c` with the prompt shown and `u` with it masked. Both are
             computed in one forward pass of twice the rows, which counts once. 0: none.
-        compat: None, or "official" to do as the official code of LLaDA, Dream, Fast-dLLM, DepCap and DAPD
-            does where that is harmless. Probabilities are normalised over the mask token and the padded
-            vocabulary rows too, though these are never committed. With a cache and a model whose logits are
-            shifted (Dream), the pass that opens a block commits the block's first token, whatever its
-            confidence, and nothing else, and later passes do not compute the position before the block. The
-            rules `Factor`, `DreamSchedule` and `DAPD` have a `compat` of their own; the presets set both.
+        compat: None, or "official" to do as the official code of LLaDA, Dream, Fast-dLLM, DepCap, DAPD,
+            WINO and Saber does where that is harmless. Probabilities are normalised over the mask token and
+            the padded vocabulary rows too, though these are never committed. With a cache and a model whose
+            logits are shifted (Dream), the pass that opens a block commits the block's first token, whatever
+            its confidence, and nothing else, and later passes do not compute the position before the block.
+            The rules `Factor`, `MeanThreshold`, `DreamSchedule` and `DAPD` have a `compat` of their own; the
+            presets set both.
 
     Raises:
         ValueError: a choice is not one of the above. Or two do not go together: a revision rule needs an
@@ -57,7 +59,7 @@ class Decoder:
             self._check_revise(self.revise)
         object.__setattr__(self, "cache", find_cache(self.cache))
         if isinstance(self.cache, DualCache) and self.blocks.looks_ahead:
-            raise ValueError(f"blocks that grow need no cache or a PrefixCache, got {self.cache!r}")
+            raise ValueError(f"blocks that grow go without a cache or with a PrefixCache, got {self.cache!r}")
         _check.finite_number_from_zero("cfg_scale", self.cfg_scale)
         _check.compat(self.compat)
 

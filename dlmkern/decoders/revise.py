@@ -19,7 +19,8 @@ VIEWS = ("plain", "masked", "override", "exact", "shadow")
 
 
 class Verification(NamedTuple):
-    """What the model predicts in the places of the block's positions; all `[B, n]`."""
+    """What the model predicts in the places of the block's positions; `token`, `confidence` and `present` are
+    all `[B, n]`."""
 
     token: Tensor
     """int64: the likeliest token."""
@@ -29,11 +30,12 @@ class Verification(NamedTuple):
     """float64: the probability of the token that is there; it means nothing at masked positions.
 
     All three are leave-one-out, that is, the model was not shown the token, where `RevisionRule.view`
-    promises it. With the views "exact" and "shadow" they are 0 where nothing is verified."""
+    says so. If a pass verifies some position with "exact" or "shadow", they are 0 at all others."""
 
 
 class Revision(NamedTuple):
-    """What to do with tokens that are committed when the step ends; all `[B, n]` but the last."""
+    """What to do with tokens: `remask`, `replace`, `seeds` and `hidden` are bool `[B, n]`, and nothing is
+    done outside the block. What the step itself commits may be masked again, but not replaced."""
 
     remask: Tensor
     """bool: positions to mask again."""
@@ -52,13 +54,22 @@ class RevisionRule(ABC):
 
     A block ends with the step that leaves no mask in it. Whatever a rule does, a block of n positions takes
     at most `patience(n) + n` steps: after `patience(n)` of them nothing is masked again.
+
+    A rule that takes back what has become unlikely:
+
+        class Doubt(RevisionRule):
+            def revise(self, candidates, selection, verification, state):
+                remask = candidates.committed & (verification.present < 0.1)
+                nothing = torch.zeros_like(remask)
+                return Revision(remask, replace=nothing, seeds=nothing, hidden=nothing, memory=())
     """
 
     @property
     def view(self) -> str:
-        """How a forward pass shows the committed tokens.
+        """How a forward pass shows the committed tokens. What it verifies, and predicts leave-one-out, are
+        the seeds (`State.seeds`), if not said otherwise.
 
-        - "plain": as they are; seeds change nothing.
+        - "plain": as they are; seeds change nothing, and nothing is leave-one-out.
         - "masked": seeds are masked.
         - "override": seeds are masked, and in the attention layers all positions but those that predict them
           see their keys and values of the last pass (`ops.cover_attention`). It takes a model of
@@ -80,26 +91,28 @@ class RevisionRule(ABC):
         return None
 
     def patience(self, length: Tensor) -> Tensor:
-        """After how many steps in blocks of these lengths, int64 `[B]`, nothing is masked again."""
+        """After how many steps in blocks of these lengths, int64 `[B]`, nothing is masked again; so many as
+        the block has positions, unless a rule says otherwise."""
         return length
 
     def start(self, state: State) -> tuple[Tensor, ...]:
-        """What to keep in `State.memory` at the beginning."""
+        """What to keep in `State.memory` at the beginning: tensors `[B, ...]`, by position `[B, L + 1]`."""
         return ()
 
     @abstractmethod
     def revise(
         self, candidates: Candidates, selection: Selection, verification: Verification, state: State
     ) -> Revision:
-        """Choose; reads nothing on the host. `state` is that before the step, `selection` what it commits."""
+        """Choose; reads nothing on the host, as `.item()` or `if tensor` would. `state` is that before the
+        step, `selection` what it commits."""
 
 
 @dataclass(frozen=True)
 class WINO(RevisionRule):
     """WINO (arXiv:2507.18578): every committed token of the block is verified in each step.
 
-    A token with a leave-one-out probability below `tau_back` is masked again, if the step commits more than
-    one token, and always fewer than the step before has committed: of more, those of the least probability.
+    Tokens with a leave-one-out probability below `tau_back` are masked again in a step that commits more than
+    one token; of those, fewer than the step before has committed, the least probable first.
 
     Args:
         tau_back: see above.

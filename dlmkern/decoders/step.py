@@ -122,7 +122,7 @@ def step(
         verification = _verification(candidates, stats, without, state, plan)
         bad = bad | (candidates.committed & verification.confidence.isnan())
         revision = revise.revise(candidates, selection, verification, state)
-        revision = _bounded(revision, revise, state)
+        revision = _bounded(revision, revise, candidates, state)
         masks_left = masks_left | revision.remask
         new = _revised(new, revision, verification, candidates, plan)
     state = new
@@ -160,10 +160,18 @@ def _write(
     )
 
 
-def _bounded(revision: Revision, revise: RevisionRule, state: State) -> Revision:
-    """The same, but nothing is masked again when the rule's patience is at its end."""
+def _bounded(revision: Revision, revise: RevisionRule, candidates: Candidates, state: State) -> Revision:
+    """The same, but nothing outside the block, nor masked again once the rule's patience has ended."""
+    inside = candidates.masked | candidates.committed
     patient = state.block_step < revise.patience(state.block_length)
-    return revision._replace(remask=revision.remask & patient.unsqueeze(1))
+    remask = revision.remask & inside & patient.unsqueeze(1)
+    return Revision(
+        remask,
+        revision.replace & candidates.committed & ~remask,
+        revision.seeds & inside,
+        revision.hidden & inside,
+        revision.memory,
+    )
 
 
 def _revised(

@@ -47,7 +47,7 @@ class Candidates(NamedTuple):
     """bool `[B, n]`: those of the block; where blocks grow, also the rest of the answer. What is said of
     other positions means nothing."""
     position: Tensor
-    """int64 `[B, n]`."""
+    """int64 `[B, n]`. Where `predicted` is false it may lie past what `State` holds."""
     current: Tensor
     """int64 `[B, n]`: the token that is there, or the mask; means nothing beyond the block."""
     graph: Graph | None = None

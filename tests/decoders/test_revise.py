@@ -12,8 +12,7 @@ from torch import Tensor
 
 import dlmkern
 from dlmkern import decoders as d
-from dlmkern.decoders.state import State
-from dlmkern.decoders.unmask import Candidates, Selection
+from dlmkern.decoders import Candidates, Selection, State
 from tests.decoders.support import DATA, MASK, VOCAB, HashModel, same
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]
@@ -132,6 +131,30 @@ def test_every_run_ends(patience: int) -> None:
     assert (out.tokens != MASK).all()
     assert (out.nfe <= 3 * patience + 12).all()
     assert (out.nfe >= 3 * patience).all()
+
+
+class Careless(d.RevisionRule):
+    """Asks for all at once, everywhere."""
+
+    def revise(
+        self, candidates: Candidates, selection: Selection, verification: d.Verification, state: State
+    ) -> d.Revision:
+        everything = torch.ones_like(candidates.masked)
+        return d.Revision(everything & (state.nfe < 2).unsqueeze(1), everything, everything, everything, ())
+
+
+@pytest.mark.parametrize("length", [5, None])
+def test_a_rule_cannot_reach_beyond_the_block(length: int | None) -> None:
+    """The last block is shorter, and masks are not replaced."""
+    blocks = d.WholeSequence() if length is None else d.FixedBlocks(length)
+    decoder = d.Decoder(blocks, d.Threshold(0.3), Careless())
+    stream = dlmkern.generate_stream(
+        HashModel(peak=1.0), [[1], [2, 3]], decoder, 12, mask_token_id=MASK, vocab_size=VOCAB
+    )
+    answers, remasks, replaced = replay(stream, 2, 12, MASK)
+    out = stream.result()
+    assert answers == out.tokens.tolist()
+    assert [remasks[row].total() + replaced[row] for row in range(2)] <= out.revisions.tolist()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -410,7 +433,10 @@ def test_a_bare_callable_hides_nothing(decoder: str) -> None:
             lambda: d.Decoder(d.FixedBlocks(4, growing=True), d.Threshold(), d.WINO()),
             r"revise: WINO\(.*\) needs blocks that do not grow, got FixedBlocks\(block_length=4, gr",
         ),
-        (lambda: d.saber(4, cache="dual"), "blocks that grow need no cache or a PrefixCache, got DualCache"),
+        (
+            lambda: d.saber(4, cache="dual"),
+            "blocks that grow go without a cache or with a PrefixCache, got DualC",
+        ),
         (lambda: d.cover(layers=0.0), r"layers must be a share in \(0, 1\] or indices of layers, got 0.0"),
         (lambda: d.wino(tau_draft=-0.1), r"tau must lie in \[0, 1\], got -0.1"),
         (lambda: d.wino(tau_back=2.0), r"tau_back must lie in \[0, 1\], got 2.0"),
