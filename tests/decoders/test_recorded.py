@@ -76,7 +76,7 @@ def lengths_of(trace: dict[str, Any], output: GenerationOutput) -> list[int]:
     """The positions of each pass. Those of WINO that open a block verify nothing, and do without the shadow
     that the official code computes there as well."""
     lengths = list(trace["forward_lengths"])
-    if trace["fn"] == "decoding_wino":
+    if trace.get("fn") == "decoding_wino":
         end = 0
         for length in output.block_lengths[0]:
             opening = output.step_map[0, :end].max() + 1 if end else 0

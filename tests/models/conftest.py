@@ -51,3 +51,9 @@ def checkpoint(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def empty_compiler() -> None:
+    """No compiled code: torch keeps so many versions of a function, whatever models they were for."""
+    torch.compiler.reset()

@@ -467,6 +467,7 @@ def test_on_a_gpu_nothing_is_read(folder: Path, dtype: str) -> None:
     assert_close(scores.cpu(), host.scores(), {"float32": 1e-5, "bfloat16": 0.02}[dtype])
 
 
+@pytest.mark.usefixtures("empty_compiler")
 def test_tracing(checkpoint: Checkpoint) -> None:
     model = load_model(checkpoint())
     batch, lengths, places = ids(2, 9), torch.tensor([4, 9]), every_position(2, 4)

@@ -202,6 +202,7 @@ def test_other_dtypes(folder: Path, dtype: str, tolerance: float) -> None:
     assert (logits - whole).abs().max() <= tolerance * whole.abs().max()
 
 
+@pytest.mark.usefixtures("empty_compiler")
 def test_slices_trace(model: MaskedLM) -> None:
     """In one graph, and without a look at values."""
     caches = [model.new_cache(2, 9) for _ in range(2)]

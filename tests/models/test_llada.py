@@ -121,6 +121,7 @@ def test_bad_input(
         model(**{"input_ids": ids(2, 5), **arguments})
 
 
+@pytest.mark.usefixtures("empty_compiler")
 def test_lengths_are_not_read_while_tracing(checkpoint: Checkpoint) -> None:
     model = load_model(checkpoint())
     batch, lengths = ids(2, 9), torch.tensor([4, 9])

@@ -306,6 +306,7 @@ def test_a_token_leaks_to_its_own_prediction(checkpoint: Checkpoint, model_type:
     assert change(3, 0.0) < 1e-12
 
 
+@pytest.mark.usefixtures("empty_compiler")
 def test_tracing(checkpoint: Checkpoint) -> None:
     """In one graph, and without a look at values."""
     model = load_model(checkpoint(), dtype="float64")

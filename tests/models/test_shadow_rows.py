@@ -208,6 +208,7 @@ def test_one_layer_of_shadows_is_one_of_seeds(checkpoint: Checkpoint) -> None:
     assert_close(shadows, verified)
 
 
+@pytest.mark.usefixtures("empty_compiler")
 def test_tracing(checkpoint: Checkpoint) -> None:
     """In one graph, and without a look at values."""
     model = load_model(checkpoint(n_layers=1), dtype="float64")
